@@ -1,0 +1,48 @@
+# make demo       a real model answers a prompt (PROMPT=..., DEVICE=cpu|cuda, DTYPE=..., MAX_TOKENS=...)
+# make test       what CI runs: checks of style, tests on CPU, a compile of CUDA units where nvcc is
+# make test-gpu   the same op tests on a GPU
+# make clean      removes what the other targets made
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PROMPT ?= What is the capital of France?
+DEVICE ?= auto
+DTYPE ?=
+MAX_TOKENS ?= 64
+
+# What the installed package is made from: it is installed again when one of them is newer.
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake tvm_flashinfer -type f \
+  \( -name '*.py' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.txt' \
+  -o -name '*.cmake' \) -not -path '*/lib/*')
+
+.PHONY: demo test test-gpu lint clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.examples: $(BIN)/python $(SOURCES)
+	@echo "Installing tvm-flashinfer and what the examples need into $(VENV); about two minutes."
+	$(BIN)/python -m pip install --quiet ".[examples]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.examples
+	$(BIN)/python -m pip install --quiet ".[test]" pre-commit
+	@touch $@
+
+demo: $(VENV)/.examples
+	$(BIN)/python -m examples.llama.demo --prompt "$(PROMPT)" --device $(DEVICE) \
+	  $(if $(DTYPE),--dtype $(DTYPE)) --max-tokens $(MAX_TOKENS)
+
+lint: $(VENV)/.test
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -m cuda
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,213 @@
+// Cuts batches of attention into blocks and runs them on the threads.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "attention_block.h"
+#include "kernel_table.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cpu {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634074;
+
+/*! \brief The keys of one request; every head has its own KeySource. */
+struct RequestKeys {
+  int64_t kv_len;
+  const int32_t* pages;
+  int64_t page_size;
+  int64_t k_offset;  // elements
+  int64_t v_offset;
+};
+
+RequestKeys KeysOfRequest(const PagedKV& kv, int64_t request) {
+  const int64_t num_pages = kv.indptr[request + 1] - kv.indptr[request];
+  const int64_t kv_len =
+      num_pages <= 0 ? 0 : (num_pages - 1) * kv.page_size + kv.last_page_len[request];
+  return {kv_len, kv.indices + kv.indptr[request], kv.page_size, 0, 0};
+}
+
+RequestKeys KeysOfRequest(const RaggedKV& kv, int64_t request) {
+  const int64_t begin = kv.indptr[request];
+  const int64_t kv_len = std::max<int64_t>(0, kv.indptr[request + 1] - begin);
+  return {kv_len, nullptr, std::max<int64_t>(1, kv_len), begin * kv.k_stride_token,
+          begin * kv.v_stride_token};
+}
+
+void SetStrides(const PagedKV& kv, KeySource* keys) {
+  keys->k_stride_page = kv.k_stride_page;
+  keys->k_stride_slot = kv.k_stride_slot;
+  keys->v_stride_page = kv.v_stride_page;
+  keys->v_stride_slot = kv.v_stride_slot;
+}
+
+void SetStrides(const RaggedKV& kv, KeySource* keys) {
+  keys->k_stride_page = 0;
+  keys->k_stride_slot = kv.k_stride_token;
+  keys->v_stride_page = 0;
+  keys->v_stride_slot = kv.v_stride_token;
+}
+
+/*! \brief Rough time of one thread; only ratios and the order of magnitude matter. */
+double CostNs(const AttentionBlock& block, int64_t num_keys) {
+  const double dims = block.head_dim_qk + block.head_dim_vo;
+  const double rows = static_cast<double>(block.row_end - block.row_begin);
+  return 100 + num_keys * dims * (0.05 + rows / 30);
+}
+
+class Batch {
+ public:
+  template <typename KV>
+  Batch(const AttentionArgs& args, const KV& kv) {
+    const int64_t group = args.num_qo_heads / args.num_kv_heads;
+    AttentionBlock block = {};
+    block.dtype = args.dtype;
+    block.head_dim_qk = args.head_dim_qk;
+    block.head_dim_vo = args.head_dim_vo;
+    block.group = group;
+    block.q_factor = args.sm_scale > 0 ? 1.0f : args.sm_scale < 0 ? -1.0f : 0.0f;
+    block.score_scale = static_cast<float>(std::fabs(args.sm_scale) * kLog2E);
+    if (block.score_scale == 0) {
+      block.q_factor = 0;
+      block.score_scale = 1;
+    }
+    block.q_stride_row = args.q_stride_row;
+    block.q_stride_head = args.q_stride_head;
+    block.o_stride_row = static_cast<int64_t>(args.num_qo_heads) * args.head_dim_vo;
+    block.lse_stride_row = args.num_qo_heads;
+    block.causal = args.causal;
+    block.window_left = args.window_left;
+    SetStrides(kv, &block.keys);
+    const int64_t size = ElementSize(args.dtype);
+    for (int64_t request = 0; request < args.batch_size; ++request) {
+      const int64_t row = args.qo_indptr == nullptr ? request : args.qo_indptr[request];
+      const int64_t row_end = args.qo_indptr == nullptr ? row + 1 : args.qo_indptr[request + 1];
+      const RequestKeys keys = KeysOfRequest(kv, request);
+      block.qo_len = row_end - row;
+      block.kv_len = keys.kv_len;
+      block.keys.pages = keys.pages;
+      block.keys.page_size = keys.page_size;
+      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+        const int64_t qo_head = head * group;
+        block.q = static_cast<const char*>(args.q) +
+                  (row * args.q_stride_row + qo_head * args.q_stride_head) * size;
+        block.o = static_cast<char*>(args.o) +
+                  (row * block.o_stride_row + qo_head * args.head_dim_vo) * size;
+        block.lse =
+            args.lse == nullptr ? nullptr : args.lse + row * block.lse_stride_row + qo_head;
+        block.keys.k =
+            static_cast<const char*>(kv.k) + (keys.k_offset + head * kv.k_stride_head) * size;
+        block.keys.v =
+            static_cast<const char*>(kv.v) + (keys.v_offset + head * kv.v_stride_head) * size;
+        AddBlocks(block);
+      }
+    }
+  }
+
+  void Run() const {
+    // The state of a chunk is small, but not next to that of one key: do not fill the memory.
+    constexpr int64_t kMaxStateBytes = int64_t{64} << 20;
+    const bool uneven = longest_ns_ * 2 * NumThreads() > total_ns_;
+    const int64_t state_bytes = state_floats_ * static_cast<int64_t>(sizeof(float));
+    if (uneven && num_chunks_ > static_cast<int64_t>(blocks_.size()) &&
+        state_bytes <= kMaxStateBytes) {
+      RunChunks();
+    } else {
+      RunBlocks();
+    }
+  }
+
+ private:
+  void AddBlocks(AttentionBlock block) {
+    const int64_t num_rows = block.qo_len * block.group;
+    // From the last rows on, since those see the most keys under a causal mask.
+    for (block.row_end = num_rows; block.row_end > 0; block.row_end = block.row_begin) {
+      block.row_begin = (block.row_end - 1) / kRowBlock * kRowBlock;
+      block.key_begin = FirstKey(block, block.row_begin);
+      block.key_end = std::max<int64_t>(0, LastKey(block, block.row_end - 1) + 1);
+      blocks_.push_back(block);
+      const double cost_ns = CostNs(block, std::max<int64_t>(0, block.key_end - block.key_begin));
+      total_ns_ += cost_ns;
+      longest_ns_ = std::max(longest_ns_, cost_ns);
+      const int64_t chunks = LastChunk(block) - FirstChunk(block);
+      num_chunks_ += chunks;
+      state_floats_ += chunks * StateFloats(block);
+    }
+  }
+
+  float* BlockScratch() const {
+    const AttentionBlock& block = blocks_.front();
+    const size_t floats = ScratchFloats(block.head_dim_qk, block.head_dim_vo);
+    return static_cast<float*>(ThreadScratch(ScratchSlot::kItem, floats * sizeof(float)));
+  }
+
+  void RunBlocks() const {
+    const KernelTable& kernels = ActiveKernels();
+    ParallelFor(blocks_.size(), total_ns_,
+                [&](int64_t i) { kernels.attend_block(blocks_[i], BlockScratch()); });
+  }
+
+  /*!
+   * \brief Also spread the chunks of a block over the threads. Whoever finishes the last chunk of a
+   * block folds all of them, in order, so the result does not depend on who did what.
+   */
+  void RunChunks() const {
+    struct Item {
+      int64_t block;
+      int64_t chunk;
+    };
+    std::vector<Item> items;
+    std::vector<float*> states(blocks_.size());
+    std::unique_ptr<std::atomic<int64_t>[]> missing(new std::atomic<int64_t>[blocks_.size()]);
+    float* memory =
+        static_cast<float*>(ThreadScratch(ScratchSlot::kJob, state_floats_ * sizeof(float)));
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      const AttentionBlock& block = blocks_[i];
+      const int64_t chunks = LastChunk(block) - FirstChunk(block);
+      states[i] = memory;
+      memory += chunks * StateFloats(block);
+      missing[i].store(chunks, std::memory_order_relaxed);
+      for (int64_t c = 0; c < std::max<int64_t>(1, chunks); ++c) {
+        items.push_back({static_cast<int64_t>(i), FirstChunk(block) + c});
+      }
+    }
+    const KernelTable& kernels = ActiveKernels();
+    ParallelFor(items.size(), total_ns_, [&](int64_t i) {
+      const AttentionBlock& block = blocks_[items[i].block];
+      const int64_t first = FirstChunk(block);
+      float* scratch = BlockScratch();
+      if (LastChunk(block) - first <= 1) {
+        kernels.attend_block(block, scratch);
+        return;
+      }
+      float* block_states = states[items[i].block];
+      float* state = block_states + (items[i].chunk - first) * StateFloats(block);
+      kernels.attend_chunk(block, items[i].chunk, state, scratch);
+      if (missing[items[i].block].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        kernels.fold_chunks(block, block_states, scratch);
+      }
+    });
+  }
+
+  std::vector<AttentionBlock> blocks_;
+  double total_ns_ = 0;
+  double longest_ns_ = 0;
+  int64_t num_chunks_ = 0;
+  int64_t state_floats_ = 0;
+};
+
+}  // namespace
+
+void BatchAttentionPaged(const AttentionArgs& args, const PagedKV& kv) { Batch(args, kv).Run(); }
+
+void BatchAttentionRagged(const AttentionArgs& args, const RaggedKV& kv) { Batch(args, kv).Run(); }
+
+}  // namespace cpu
+}  // namespace kernels
+}  // namespace tvm_flashinfer

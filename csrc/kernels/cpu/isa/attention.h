@@ -1,0 +1,172 @@
+// Attention of one block of rows: queries are laid out once, then the chunks of keys follow.
+#ifndef TVM_FLASHINFER_KERNELS_CPU_ISA_ATTENTION_H_
+#define TVM_FLASHINFER_KERNELS_CPU_ISA_ATTENTION_H_
+
+#include "attention_tile.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cpu {
+namespace TVM_FLASHINFER_ISA {
+namespace {
+
+TFI_INLINE bool HasFewRows(const AttentionBlock& block) {
+  return block.row_end - block.row_begin <= kFewRows;
+}
+
+/*! \brief Rows in the panel that starts at row `row` of the block, padding included. */
+TFI_INLINE int64_t PanelWidth(int64_t rows, int64_t row) {
+  return rows - row < kPanelRows ? RoundUp(rows - row, kLanes) : kPanelRows;
+}
+
+/*!
+ * \brief Lay out the queries as float32: few rows as (rows, padded dim), more as panels (dim, width)
+ * one after the other. Lanes without a row are 0.
+ */
+template <typename Element>
+void LoadQueries(const AttentionBlock& block, const Scratch& scratch) {
+  typedef typename Element::Raw Raw;
+  const int64_t rows = block.row_end - block.row_begin;
+  const int64_t dim = block.head_dim_qk;
+  const int64_t padded_dim = RoundUp(dim, kLanes);
+  const bool few_rows = HasFewRows(block);
+  if (!few_rows) memset(scratch.q, 0, RoundUp(rows, kLanes) * dim * sizeof(float));
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t query = (block.row_begin + r) / block.group;
+    const int64_t head = block.row_begin + r - query * block.group;
+    const Raw* source = reinterpret_cast<const Raw*>(block.q) + query * block.q_stride_row +
+                        head * block.q_stride_head;
+    float* target = few_rows ? scratch.q + r * padded_dim : scratch.q + kRowBlock * dim;
+    LoadRow<Element>(source, dim, target);
+    for (int64_t d = 0; d < padded_dim; d += kLanes) {
+      Store(target + d, Load(target + d) * block.q_factor);
+    }
+    if (!few_rows) {
+      const int64_t panel = r / kPanelRows * kPanelRows;
+      const int64_t width = PanelWidth(rows, panel);
+      float* lane = scratch.q + panel * dim + (r - panel);
+      for (int64_t d = 0; d < dim; ++d) lane[d * width] = target[d];
+    }
+  }
+}
+
+void FindBounds(const AttentionBlock& block, const Scratch& scratch) {
+  const int64_t rows = block.row_end - block.row_begin;
+  for (int64_t r = 0; r < RoundUp(rows, kMaxLanes); ++r) {
+    const int64_t row = r < rows ? block.row_begin + r : block.row_end - 1;
+    const int64_t last = LastKey(block, row);
+    scratch.first_key[r] = static_cast<int32_t>(FirstKey(block, row));
+    scratch.last_key[r] = static_cast<int32_t>(last < 0 ? -1 : last);
+  }
+}
+
+template <typename Element>
+void AttendKeys(const AttentionBlock& block, const Scratch& scratch, int64_t chunk,
+                const State& state) {
+  ClearState(block, state);
+  const int64_t rows = block.row_end - block.row_begin;
+  const int64_t chunk_begin = chunk * kKeyChunk;
+  const int64_t begin = block.key_begin > chunk_begin ? block.key_begin : chunk_begin;
+  const int64_t end =
+      block.key_end < chunk_begin + kKeyChunk ? block.key_end : chunk_begin + kKeyChunk;
+  // Panels read keys one element at a time, everything else in whole vectors.
+  const bool few_rows = HasFewRows(block);
+  const bool pad_k = few_rows && block.head_dim_qk % kLanes != 0;
+  const bool pad_v = block.head_dim_vo % kLanes != 0;
+  const RowSource keys = KeysOf(block);
+  const RowSource values = ValuesOf(block);
+  Tile tile;
+  for (tile.begin = begin; tile.begin < end; tile.begin = tile.end) {
+    tile.end = end - tile.begin < kKeyTile ? end : tile.begin + kKeyTile;
+    const int64_t count = tile.end - tile.begin;
+    GatherRows<Element>(keys, tile.begin, count, pad_k, scratch.k, tile.k);
+    GatherRows<Element>(values, tile.begin, count, pad_v, scratch.v, tile.v);
+    if (few_rows) {
+      AttendTileFewRows(block, scratch, state, tile);
+      continue;
+    }
+    int64_t row = 0;
+    for (; row + kPanelRows <= rows; row += kPanelRows) {
+      AttendTilePanel<kBlockVecs>(block, scratch, state, tile, row, kPanelRows);
+    }
+    if (row < rows) {
+      AttendTileLastPanel<kBlockVecs>(block, scratch, state, tile, row, rows - row);
+    }
+  }
+}
+
+template <typename Element>
+void AttendBlockOf(const AttentionBlock& block, float* memory) {
+  const Scratch scratch = ScratchAt(block, memory);
+  const State total = StateAt(block, scratch.total);
+  const State part = StateAt(block, scratch.part);
+  ClearState(block, total);
+  FindBounds(block, scratch);
+  if (FirstChunk(block) < LastChunk(block)) LoadQueries<Element>(block, scratch);
+  for (int64_t chunk = FirstChunk(block); chunk < LastChunk(block); ++chunk) {
+    AttendKeys<Element>(block, scratch, chunk, part);
+    FoldState(block, total, part, scratch);
+  }
+  FinishState<Element>(block, total);
+}
+
+template <typename Element>
+void AttendChunkOf(const AttentionBlock& block, int64_t chunk, float* state, float* memory) {
+  const Scratch scratch = ScratchAt(block, memory);
+  FindBounds(block, scratch);
+  LoadQueries<Element>(block, scratch);
+  AttendKeys<Element>(block, scratch, chunk, StateAt(block, state));
+}
+
+template <typename Element>
+void FoldChunksOf(const AttentionBlock& block, const float* states, float* memory) {
+  const Scratch scratch = ScratchAt(block, memory);
+  const State total = StateAt(block, scratch.total);
+  ClearState(block, total);
+  for (int64_t chunk = FirstChunk(block); chunk < LastChunk(block); ++chunk) {
+    FoldState(block, total, StateAt(block, const_cast<float*>(states)), scratch);
+    states += StateFloats(block);
+  }
+  FinishState<Element>(block, total);
+}
+
+void AttendBlock(const AttentionBlock& block, float* scratch) {
+  switch (block.dtype) {
+    case DType::kFloat32:
+      return AttendBlockOf<Float32>(block, scratch);
+    case DType::kFloat16:
+      return AttendBlockOf<Float16>(block, scratch);
+    case DType::kBFloat16:
+      return AttendBlockOf<BFloat16>(block, scratch);
+  }
+}
+
+void AttendChunk(const AttentionBlock& block, int64_t chunk, float* state, float* scratch) {
+  switch (block.dtype) {
+    case DType::kFloat32:
+      return AttendChunkOf<Float32>(block, chunk, state, scratch);
+    case DType::kFloat16:
+      return AttendChunkOf<Float16>(block, chunk, state, scratch);
+    case DType::kBFloat16:
+      return AttendChunkOf<BFloat16>(block, chunk, state, scratch);
+  }
+}
+
+void FoldChunks(const AttentionBlock& block, const float* states, float* scratch) {
+  switch (block.dtype) {
+    case DType::kFloat32:
+      return FoldChunksOf<Float32>(block, states, scratch);
+    case DType::kFloat16:
+      return FoldChunksOf<Float16>(block, states, scratch);
+    case DType::kBFloat16:
+      return FoldChunksOf<BFloat16>(block, states, scratch);
+  }
+}
+
+}  // namespace
+}  // namespace TVM_FLASHINFER_ISA
+}  // namespace cpu
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_CPU_ISA_ATTENTION_H_

@@ -1,0 +1,207 @@
+// Online softmax over one tile of keys, for few rows (decode) and for panels of rows (prefill).
+#ifndef TVM_FLASHINFER_KERNELS_CPU_ISA_ATTENTION_TILE_H_
+#define TVM_FLASHINFER_KERNELS_CPU_ISA_ATTENTION_TILE_H_
+
+#include "attention_state.h"
+#include "key_tile.h"
+#include "micro_kernels.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cpu {
+namespace TVM_FLASHINFER_ISA {
+namespace {
+
+/*! \brief Gathered keys [begin, end). */
+struct Tile {
+  int64_t begin;
+  int64_t end;
+  const float* k[kKeyTile];
+  const float* v[kKeyTile];
+};
+
+/*!
+ * \brief o = alpha o + p v for the rows [row, row_end) when some of them do not see all the keys.
+ *
+ * A weight of 0 hides a key only as long as its value is finite: 0 * NaN would reach rows that do
+ * not see it. So when a value is not finite, each row is given only the keys that it sees.
+ */
+template <WeightLayout kLayout>
+void AccumulateMasked(const ValueProduct& x, const Scratch& scratch, int64_t tile_begin,
+                      int64_t row, int64_t row_end, int64_t dim, int64_t first_row) {
+  if (AllFinite(x.v, x.num_keys, dim)) {
+    AccumulateValues<kLayout>(x, row, row_end, dim);
+    return;
+  }
+  for (int64_t r = row; r < row_end; ++r) {
+    int64_t begin = scratch.first_key[first_row + r] - tile_begin;
+    int64_t end = scratch.last_key[first_row + r] + 1 - tile_begin;
+    begin = begin > 0 ? begin : 0;
+    end = end < x.num_keys ? end : x.num_keys;
+    ValueProduct visible = x;
+    visible.num_keys = end > begin ? end - begin : 0;
+    if (visible.num_keys > 0) {
+      visible.v += begin;
+      visible.p += kLayout == WeightLayout::kKeyMajor ? begin * x.width : begin;
+    }
+    AccumulateValues<kLayout>(visible, r, r + 1, dim);
+  }
+}
+
+/*! \brief Turn count scores into weights relative to the new top of the row. */
+TFI_INLINE void SoftmaxRow(float* s, int64_t count, float scale, float* top, float* sum,
+                           float* alpha) {
+  Vec largest = Broadcast(*top);
+  for (int64_t i = 0; i < count; i += kLanes) largest = Max(largest, Load(s + i));
+  const Vec new_top = Broadcast(ReduceMax(largest));
+  const Vec base = Subtrahend(new_top);
+  Vec total = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec p = Exp2((Load(s + i) - base) * scale);
+    total += p;
+    Store(s + i, p);
+  }
+  *alpha = Exp2((*top - base) * scale)[0];
+  *sum = *sum * *alpha + ReduceSum(total);
+  *top = new_top[0];
+}
+
+/*! \brief Fold a tile into the state of at most kFewRows rows. */
+void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, const State& state,
+                       Tile& tile) {
+  const int64_t rows = block.row_end - block.row_begin;
+  const int64_t count = tile.end - tile.begin;
+  const int64_t padded = RoundUp(count, kLanes);
+  const int64_t dim_qk = RoundUp(block.head_dim_qk, kLanes);
+  for (int64_t i = count; i < padded; ++i) tile.k[i] = tile.k[count - 1];
+  // Bounds do not decrease from row to row.
+  const bool masked =
+      scratch.first_key[rows - 1] > tile.begin || scratch.last_key[0] < tile.end - 1;
+  for (int64_t r = 0; r < rows; ++r) {
+    float* s = scratch.scores + r * kKeyTile;
+    ScoreRow(scratch.q + r * dim_qk, dim_qk, tile.k, count, s);
+    if (masked || padded != count) {
+      const int64_t last =
+          scratch.last_key[r] < tile.end - 1 ? scratch.last_key[r] : tile.end - 1;
+      const IVec lowest = BroadcastInt(scratch.first_key[r]);
+      const IVec highest = BroadcastInt(static_cast<int32_t>(last));
+      for (int64_t i = 0; i < padded; i += kLanes) {
+        const IVec key = LaneIndex() + BroadcastInt(static_cast<int32_t>(tile.begin + i));
+        const IVec hidden = (key < lowest) | (key > highest);
+        Store(s + i, hidden ? Broadcast(-__builtin_inff()) : Load(s + i));
+      }
+    }
+    SoftmaxRow(s, padded, block.score_scale, state.top + r, state.sum + r, scratch.alpha + r);
+  }
+  const ValueProduct product = {scratch.scores, 0,       tile.v,      count,
+                                scratch.alpha,  state.o, state.stride};
+  const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
+  if (masked) {
+    AccumulateMasked<WeightLayout::kRowMajor>(product, scratch, tile.begin, 0, rows, dim_vo, 0);
+  } else {
+    AccumulateValues<WeightLayout::kRowMajor>(product, 0, rows, dim_vo);
+  }
+}
+
+template <int kVecs>
+TFI_INLINE void MaskPanel(float* s, int64_t begin, int64_t end, const int32_t* first_key,
+                          const int32_t* last_key) {
+  IVec lowest[kVecs], highest[kVecs];
+  TFI_UNROLL for (int v = 0; v < kVecs; ++v) {
+    lowest[v] = LoadInt(first_key + v * kLanes);
+    highest[v] = LoadInt(last_key + v * kLanes);
+  }
+  for (int64_t i = begin; i < end; ++i, s += kVecs * kLanes) {
+    const IVec key = BroadcastInt(static_cast<int32_t>(i));
+    TFI_UNROLL for (int v = 0; v < kVecs; ++v) {
+      const IVec hidden = (key < lowest[v]) | (key > highest[v]);
+      Store(s + v * kLanes, hidden ? Broadcast(-__builtin_inff()) : Load(s + v * kLanes));
+    }
+  }
+}
+
+/*! \brief SoftmaxRow for all rows of a panel, s being (count, kVecs * kLanes). */
+template <int kVecs>
+TFI_INLINE void SoftmaxPanel(float* s, int64_t count, float scale, float* top, float* sum,
+                             float* alpha) {
+  constexpr int64_t kWidth = kVecs * kLanes;
+  Vec largest[kVecs], base[kVecs], total[kVecs];
+  TFI_UNROLL for (int v = 0; v < kVecs; ++v) largest[v] = Load(top + v * kLanes);
+  for (int64_t i = 0; i < count; ++i) {
+    TFI_UNROLL for (int v = 0; v < kVecs; ++v) {
+      largest[v] = Max(largest[v], Load(s + i * kWidth + v * kLanes));
+    }
+  }
+  TFI_UNROLL for (int v = 0; v < kVecs; ++v) {
+    base[v] = Subtrahend(largest[v]);
+    total[v] = Vec{};
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    TFI_UNROLL for (int v = 0; v < kVecs; ++v) {
+      float* target = s + i * kWidth + v * kLanes;
+      const Vec p = Exp2((Load(target) - base[v]) * scale);
+      total[v] += p;
+      Store(target, p);
+    }
+  }
+  TFI_UNROLL for (int v = 0; v < kVecs; ++v) {
+    const Vec factor = Exp2((Load(top + v * kLanes) - base[v]) * scale);
+    Store(alpha + v * kLanes, factor);
+    Store(sum + v * kLanes, Load(sum + v * kLanes) * factor + total[v]);
+    Store(top + v * kLanes, largest[v]);
+  }
+}
+
+/*!
+ * \brief Fold a tile into the state of the panel that starts at row `row` of the block and has
+ * num_rows <= kVecs * kLanes rows.
+ */
+template <int kVecs>
+void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const State& state,
+                     const Tile& tile, int64_t row, int64_t num_rows) {
+  constexpr int64_t kWidth = kVecs * kLanes;
+  const int32_t* first_key = scratch.first_key + row;
+  const int32_t* last_key = scratch.last_key + row;
+  // Bounds do not decrease from row to row, so these are the keys that some row sees.
+  const int64_t begin = first_key[0] > tile.begin ? first_key[0] : tile.begin;
+  const int64_t end =
+      last_key[num_rows - 1] < tile.end - 1 ? last_key[num_rows - 1] + 1 : tile.end;
+  if (begin >= end) return;
+  const float* const* k = tile.k + (begin - tile.begin);
+  const float* const* v = tile.v + (begin - tile.begin);
+  const bool masked = first_key[num_rows - 1] > begin || last_key[0] < end - 1;
+
+  float* s = scratch.scores;
+  ScorePanel<kVecs>(scratch.q + row * block.head_dim_qk, block.head_dim_qk, k, end - begin, s);
+  if (masked) MaskPanel<kVecs>(s, begin, end, first_key, last_key);
+  SoftmaxPanel<kVecs>(s, end - begin, block.score_scale, state.top + row, state.sum + row,
+                      scratch.alpha);
+  const ValueProduct product = {
+      s, kWidth, v, end - begin, scratch.alpha, state.o + row * state.stride, state.stride};
+  const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
+  if (masked) {
+    AccumulateMasked<WeightLayout::kKeyMajor>(product, scratch, begin, 0, num_rows, dim_vo, row);
+  } else {
+    AccumulateValues<WeightLayout::kKeyMajor>(product, 0, num_rows, dim_vo);
+  }
+}
+
+template <int kVecs>
+void AttendTileLastPanel(const AttentionBlock& block, const Scratch& scratch, const State& state,
+                         const Tile& tile, int64_t row, int64_t num_rows) {
+  if constexpr (kVecs > 1) {
+    if (num_rows <= (kVecs - 1) * kLanes) {
+      AttendTileLastPanel<kVecs - 1>(block, scratch, state, tile, row, num_rows);
+      return;
+    }
+  }
+  AttendTilePanel<kVecs>(block, scratch, state, tile, row, num_rows);
+}
+
+}  // namespace
+}  // namespace TVM_FLASHINFER_ISA
+}  // namespace cpu
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_CPU_ISA_ATTENTION_TILE_H_

@@ -1,0 +1,18 @@
+// The kernel table of one instruction set. isa/*.cc define TVM_FLASHINFER_ISA and include this.
+#include "../kernel_table.h"
+#include "attention.h"
+#include "merge.h"
+#include "rotary.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cpu {
+namespace TVM_FLASHINFER_ISA {
+
+extern const KernelTable kKernelTable = {TVM_FLASHINFER_ISA_NAME, AttendBlock, AttendChunk,
+                                         FoldChunks,              MergeStates, SplitRotary};
+
+}  // namespace TVM_FLASHINFER_ISA
+}  // namespace cpu
+}  // namespace kernels
+}  // namespace tvm_flashinfer

@@ -1,0 +1,31 @@
+// The portable kernels: threaded, vectorised by the compiler, for float32, float16 and bfloat16, any
+// head_dim and any page size. Index arrays have been checked by the caller.
+#ifndef TVM_FLASHINFER_KERNELS_CPU_KERNELS_H_
+#define TVM_FLASHINFER_KERNELS_CPU_KERNELS_H_
+
+#include "../types.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cpu {
+
+void BatchAttentionPaged(const AttentionArgs& args, const PagedKV& kv);
+void BatchAttentionRagged(const AttentionArgs& args, const RaggedKV& kv);
+void MergeState(const MergeStateArgs& args);
+void SplitQKVRotary(const SplitRotaryArgs& args);
+void AppendPagedKVCache(const AppendArgs& args);
+void CopySinglePage(const CopyPageArgs& args);
+void CompactKVCopy(const CompactCopyArgs& args);
+void ReadPages(const ReadPagesArgs& args);
+
+/*! \brief Worker threads in use, the caller's included. */
+int NumThreads();
+
+/*! \brief Name of the instruction set that was chosen at run time, such as "x86-64-v4". */
+const char* InstructionSet();
+
+}  // namespace cpu
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_CPU_KERNELS_H_

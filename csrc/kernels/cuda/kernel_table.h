@@ -1,0 +1,115 @@
+// How the ops layer finds CUDA kernels. A unit (one .cu file compiled for one spec) registers its
+// launchers under a name that spells the spec; the ops layer looks the name up. Nothing here needs
+// the CUDA headers, so a library built without nvcc has the same table, only empty.
+#ifndef TVM_FLASHINFER_KERNELS_CUDA_KERNEL_TABLE_H_
+#define TVM_FLASHINFER_KERNELS_CUDA_KERNEL_TABLE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../types.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cuda {
+
+/*! \brief Room for the message of a launcher that failed. */
+constexpr size_t kErrorSize = 1024;
+
+/*!
+ * \brief One launcher. `function` points to one of the function types below. `archs` is a
+ * comma-separated list such as "80,90a": what the unit was compiled for.
+ */
+struct KernelEntry {
+  const char* name;
+  void* function;
+  const char* archs;
+  const KernelEntry* next;
+};
+
+/*! \brief The entries that are linked into this library or were added by AddEntries, newest first. */
+const KernelEntry* Entries();
+
+/*! \brief Called by the static initialisers of units. The entry must live as long as the library. */
+void Register(KernelEntry* entry);
+
+/*!
+ * \brief Load a shared library of units and add its entries. Loading one twice does nothing.
+ * \return An empty string, or why it could not be loaded.
+ */
+std::string LoadLibrary(const std::string& path);
+
+/*!
+ * \brief The launcher `name` that runs on compute capability major.minor, or null.
+ *
+ * A unit for "90a" runs on 9.0 alone; one for "80" runs on 8.0 to 8.9.
+ */
+void* Find(const std::string& name, int major, int minor);
+
+/*! \brief Whether code compiled for arch (such as "80" or "90a") runs on major.minor. */
+bool ArchRunsOn(const std::string& arch, int major, int minor);
+
+// Launchers return 0, or write a message to error (kErrorSize bytes) and return another value.
+
+/*! \brief Names of launchers: "<op>" or "<op>:<dtype>:d<head_dim>" as spelt by KernelName. */
+std::string KernelName(const char* op, DType dtype, int head_dim_qk, int head_dim_vo);
+
+/*! \brief What a plan is made from; the index arrays are in host memory and were checked. */
+struct PlanArgs {
+  void* float_workspace;
+  int64_t float_workspace_bytes;
+  void* int_workspace;
+  int64_t int_workspace_bytes;
+  const int32_t* qo_indptr;  // null for decode
+  const int32_t* kv_indptr;  // counts pages
+  int64_t num_rows;
+  int32_t batch_size;
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim_qk;
+  int32_t head_dim_vo;
+  int32_t page_size;
+  int32_t window_left;
+  bool enable_cuda_graph;
+  int64_t fixed_split_size;
+  bool disable_split_kv;
+};
+
+/*! \brief The schedule: fields of FlashInfer's plan, offsets included. Its first value is the kind. */
+using PlanFn = int (*)(const PlanArgs& args, CudaStream stream, std::vector<int64_t>* plan,
+                       char* error);
+
+/*! \brief Workspaces as given to plan, and the plan that came back. */
+struct PlanView {
+  void* float_workspace;
+  void* int_workspace;
+  const int64_t* values;
+  int64_t size;
+  bool enable_pdl;
+};
+
+using PagedAttentionFn = int (*)(const AttentionArgs& args, const PagedKV& kv, const PlanView& plan,
+                                 CudaStream stream, char* error);
+using RaggedAttentionFn = int (*)(const AttentionArgs& args, const RaggedKV& kv,
+                                  const PlanView& plan, CudaStream stream, char* error);
+using MergeStateFn = int (*)(const MergeStateArgs& args, CudaStream stream, char* error);
+using SplitRotaryFn = int (*)(const SplitRotaryArgs& args, CudaStream stream, char* error);
+using AppendFn = int (*)(const AppendArgs& args, CudaStream stream, char* error);
+using CopyPageFn = int (*)(const CopyPageArgs& args, CudaStream stream, char* error);
+using CompactCopyFn = int (*)(const CompactCopyArgs& args, CudaStream stream, char* error);
+using ReadPagesFn = int (*)(const ReadPagesArgs& args, CudaStream stream, char* error);
+
+/*! \brief Compute capability of a device, for the choice of units. */
+using DeviceArchFn = int (*)(int32_t device_id, int* major, int* minor, char* error);
+
+/*! \brief Copy of num_bytes from device memory to host memory, after all work of the stream. */
+using ReadBackFn = int (*)(const void* src, void* dst, int64_t num_bytes, CudaStream stream,
+                           char* error);
+
+}  // namespace cuda
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_CUDA_KERNEL_TABLE_H_

@@ -1,0 +1,174 @@
+// Moves of keys and values between pages and plain tensors. They copy bytes, whatever the dtype.
+#ifndef TVM_FLASHINFER_KERNELS_CUDA_PAGES_CUH_
+#define TVM_FLASHINFER_KERNELS_CUDA_PAGES_CUH_
+
+#include <algorithm>
+
+#include "vector.cuh"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cuda {
+
+/*! \brief A pool in units of Piece, the type that one thread moves. */
+template <typename Piece>
+struct PoolView {
+  Piece* data;
+  int64_t num_slots;  // num_pages * page_size
+  int num_heads;
+  int page_size;
+  int pieces;  // of one head of one slot
+
+  /*! \brief Start of a head in a slot; which is 0 for keys and 1 for values. */
+  __device__ __forceinline__ Piece* At(int64_t slot, int which, int head) const {
+    const int64_t page = slot / page_size, in_page = slot % page_size;
+    return data + (((page * 2 + which) * num_heads + head) * page_size + in_page) * pieces;
+  }
+};
+
+template <typename Piece>
+PoolView<Piece> ViewOf(const PagePool& pool) {
+  const int64_t row_bytes = static_cast<int64_t>(pool.head_dim) * ElementSize(pool.dtype);
+  return {static_cast<Piece*>(pool.data), pool.num_pages * pool.page_size, pool.num_kv_heads,
+          pool.page_size, static_cast<int>(row_bytes / sizeof(Piece))};
+}
+
+/*! \brief Call body(Piece()) with 16-byte pieces where rows and addresses allow them, else 2. */
+template <typename Body>
+cudaError_t DispatchPiece(const PagePool& pool, std::initializer_list<const void*> addresses,
+                          const Body& body) {
+  const int64_t row_bytes = static_cast<int64_t>(pool.head_dim) * ElementSize(pool.dtype);
+  return CanVectorize(row_bytes, {pool.data}) && CanVectorize(row_bytes, addresses)
+             ? body(uint4())
+             : body(uint16_t());
+}
+
+constexpr int kPageThreads = 256;
+
+inline unsigned PageBlocks(int64_t work) {
+  // The kernels stride over the grid; more blocks than this only wait.
+  return static_cast<unsigned>(std::min<int64_t>(CeilDiv(work, kPageThreads), 132 * 32));
+}
+
+/*! \brief With kAppend rows go to the pool, else they are read from it. */
+template <bool kAppend, typename Piece>
+__global__ void MoveRowsKernel(PoolView<Piece> pool, int64_t num_rows, Piece* k, Piece* v,
+                               const int32_t* position_map) {
+  const int64_t work = num_rows * pool.num_heads * pool.pieces;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < work;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int piece = static_cast<int>(i % pool.pieces);
+    const int64_t row_head = i / pool.pieces;
+    const int head = static_cast<int>(row_head % pool.num_heads);
+    const int64_t slot = position_map[row_head / pool.num_heads];
+    const bool inside = slot >= 0 && slot < pool.num_slots;
+    if constexpr (kAppend) {
+      if (!inside) continue;
+      pool.At(slot, 0, head)[piece] = k[i];
+      pool.At(slot, 1, head)[piece] = v[i];
+    } else {
+      k[i] = inside ? pool.At(slot, 0, head)[piece] : Piece();
+      v[i] = inside ? pool.At(slot, 1, head)[piece] : Piece();
+    }
+  }
+}
+
+template <typename Piece>
+__global__ void CopyPageKernel(PoolView<Piece> pool, int64_t src_page, int64_t tgt_page,
+                               int64_t copy_length) {
+  const int64_t per_head = copy_length * pool.pieces;
+  const int64_t work = 2 * pool.num_heads * per_head;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < work;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int which = static_cast<int>(i / (pool.num_heads * per_head));
+    const int head = static_cast<int>(i / per_head % pool.num_heads);
+    const int64_t offset = i % per_head;
+    pool.At(tgt_page * pool.page_size, which, head)[offset] =
+        pool.At(src_page * pool.page_size, which, head)[offset];
+  }
+}
+
+/*! \brief One thread moves its piece through all slots of a request, in order: slots may be reused. */
+template <typename Piece>
+__global__ void CompactCopyKernel(PoolView<Piece> pool, int batch_size, const int32_t* indptr,
+                                  const int32_t* src_pos, const int32_t* dst_pos,
+                                  int64_t num_moves) {
+  const int64_t per_request = 2LL * pool.num_heads * pool.pieces;
+  const int64_t work = batch_size * per_request;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < work;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int piece = static_cast<int>(i % pool.pieces);
+    const int head = static_cast<int>(i / pool.pieces % pool.num_heads);
+    const int which = static_cast<int>(i / (static_cast<int64_t>(pool.pieces) * pool.num_heads) % 2);
+    const int64_t request = i / per_request;
+    const int64_t begin = max(0, indptr[request]);
+    const int64_t end = min(static_cast<int64_t>(indptr[request + 1]), num_moves);
+    for (int64_t j = begin; j < end; ++j) {
+      const int64_t src = src_pos[j], dst = dst_pos[j];
+      if (src < 0 || src >= pool.num_slots || dst < 0 || dst >= pool.num_slots) continue;
+      pool.At(dst, which, head)[piece] = pool.At(src, which, head)[piece];
+    }
+  }
+}
+
+inline int AppendPagedKVCache(const AppendArgs& args, CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    return DispatchPiece(args.pool, {args.k, args.v}, [&](auto piece) {
+      using Piece = decltype(piece);
+      const auto pool = ViewOf<Piece>(args.pool);
+      const int64_t work = args.num_rows * pool.num_heads * pool.pieces;
+      if (work == 0) return cudaSuccess;
+      MoveRowsKernel<true><<<PageBlocks(work), kPageThreads, 0, handle>>>(
+          pool, args.num_rows, static_cast<Piece*>(const_cast<void*>(args.k)),
+          static_cast<Piece*>(const_cast<void*>(args.v)), args.position_map);
+      return cudaGetLastError();
+    });
+  });
+}
+
+inline int ReadPages(const ReadPagesArgs& args, CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    return DispatchPiece(args.pool, {args.k, args.v}, [&](auto piece) {
+      using Piece = decltype(piece);
+      const auto pool = ViewOf<Piece>(args.pool);
+      const int64_t work = args.num_rows * pool.num_heads * pool.pieces;
+      if (work == 0) return cudaSuccess;
+      MoveRowsKernel<false><<<PageBlocks(work), kPageThreads, 0, handle>>>(
+          pool, args.num_rows, static_cast<Piece*>(args.k), static_cast<Piece*>(args.v),
+          args.position_map);
+      return cudaGetLastError();
+    });
+  });
+}
+
+inline int CopySinglePage(const CopyPageArgs& args, CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    return DispatchPiece(args.pool, {}, [&](auto piece) {
+      const auto pool = ViewOf<decltype(piece)>(args.pool);
+      const int64_t work = 2 * pool.num_heads * args.copy_length * pool.pieces;
+      if (work == 0) return cudaSuccess;
+      CopyPageKernel<<<PageBlocks(work), kPageThreads, 0, handle>>>(pool, args.src_page,
+                                                                    args.tgt_page, args.copy_length);
+      return cudaGetLastError();
+    });
+  });
+}
+
+inline int CompactKVCopy(const CompactCopyArgs& args, CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    return DispatchPiece(args.pool, {}, [&](auto piece) {
+      const auto pool = ViewOf<decltype(piece)>(args.pool);
+      const int64_t work = 2LL * args.batch_size * pool.num_heads * pool.pieces;
+      if (work == 0 || args.num_moves == 0) return cudaSuccess;
+      CompactCopyKernel<<<PageBlocks(work), kPageThreads, 0, handle>>>(
+          pool, args.batch_size, args.indptr, args.src_pos, args.dst_pos, args.num_moves);
+      return cudaGetLastError();
+    });
+  });
+}
+
+}  // namespace cuda
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_CUDA_PAGES_CUH_

@@ -1,0 +1,125 @@
+// Where plans put their index arrays.
+#ifndef TVM_FLASHINFER_KERNELS_CUDA_PLAN_BUFFER_H_
+#define TVM_FLASHINFER_KERNELS_CUDA_PLAN_BUFFER_H_
+
+#include <cuda_runtime.h>
+
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include "kernel_table.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cuda {
+
+/*!
+ * \brief Collects the index arrays of one plan and copies them to the int workspace at once.
+ *
+ * A plan may be made while the kernels of earlier ones still read the same workspace: TVM's cache
+ * plans on its copy stream, which does not wait for the compute stream. So plans go round the
+ * workspace as round a ring, and one is overwritten only after as many bytes as the workspace holds
+ * were planned since. The copy starts from pageable memory, which the driver reads before the call
+ * returns: no host buffer has to outlive it.
+ */
+class PlanBuffer {
+ public:
+  /*! \brief Append `values`; the result is the offset, relative until Commit. */
+  int64_t Add(const std::vector<int32_t>& values) {
+    const int64_t offset = static_cast<int64_t>(values_.size() * sizeof(int32_t));
+    values_.insert(values_.end(), values.begin(), values.end());
+    while (values_.size() * sizeof(int32_t) % kAlignment != 0) values_.push_back(0);
+    return offset;
+  }
+
+  /*! \brief Copy to the workspace; the result is to be added to every offset that Add gave. */
+  int64_t Commit(const PlanArgs& args, cudaStream_t stream) {
+    const int64_t size = static_cast<int64_t>(values_.size() * sizeof(int32_t));
+    if (size > args.int_workspace_bytes) {
+      Throw("int_workspace", size, args.int_workspace_bytes);
+    }
+    const int64_t base = Reserve(size, args.int_workspace_bytes);
+    cudaError_t status = cudaMemcpyAsync(static_cast<char*>(args.int_workspace) + base,
+                                         values_.data(), size, cudaMemcpyHostToDevice, stream);
+    if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+    return base;
+  }
+
+  /*! \brief Raise when the float workspace does not hold `need` bytes. */
+  static void CheckFloatWorkspace(int64_t need, const PlanArgs& args) {
+    if (need > args.float_workspace_bytes) {
+      Throw("float_workspace", need, args.float_workspace_bytes);
+    }
+  }
+
+ private:
+  static constexpr size_t kAlignment = 16;
+
+  [[noreturn]] static void Throw(const char* name, int64_t need, int64_t have) {
+    std::ostringstream message;
+    message << name << " is too small: this plan needs " << need << " bytes and has " << have
+            << "; pass a larger uint8 tensor as `" << name << "` to the plan and to the run";
+    throw std::runtime_error(message.str());
+  }
+
+  static int64_t Reserve(int64_t size, int64_t capacity) {
+    static std::mutex mutex;
+    static int64_t cursor = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    int64_t base = cursor % capacity / kAlignment * kAlignment;
+    if (base + size > capacity) {
+      cursor += capacity - base;
+      base = 0;
+    }
+    cursor += size;
+    return base;
+  }
+
+  std::vector<int32_t> values_;
+};
+
+/*! \brief The kernel's part of a plan. `kind` tells which kernels it is for. */
+enum PlanKind : int64_t { kPrefillPlan = 1, kDecodePlan = 2 };
+
+/*! \brief Fields of a plan, in order. Offsets count bytes into the workspaces. */
+struct Plan {
+  int64_t kind;
+  int64_t num_blocks;  // grid dimension of the attention kernel
+  int64_t split_kv;
+  int64_t cta_tile_q;
+  int64_t num_rows;
+  int64_t qo_indptr;  // only for decode through the prefill kernel, else -1
+  int64_t request_indices;
+  int64_t qo_tile_indices;
+  int64_t kv_tile_indices;
+  int64_t o_indptr;
+  int64_t merge_indptr;
+  int64_t kv_chunk_size;
+  int64_t tmp_v;
+  int64_t tmp_s;
+
+  static constexpr int64_t kSize = 14;
+
+  static const Plan& From(const PlanView& view) {
+    static_assert(sizeof(Plan) == kSize * sizeof(int64_t), "Plan is a plain list of integers");
+    return *reinterpret_cast<const Plan*>(view.values);
+  }
+
+  std::vector<int64_t> ToVector() const {
+    const int64_t* first = reinterpret_cast<const int64_t*>(this);
+    return std::vector<int64_t>(first, first + kSize);
+  }
+};
+
+template <typename T>
+T* At(void* workspace, int64_t offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
+}
+
+}  // namespace cuda
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_CUDA_PLAN_BUFFER_H_

@@ -1,0 +1,52 @@
+// FA2 attention of ragged queries over ragged keys, for one dtype and head_dim.
+#include "../prefill_unit.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cuda {
+namespace {
+
+using T = TVM_FLASHINFER_DTYPE;
+constexpr int kHeadDimQK = TVM_FLASHINFER_HEAD_DIM_QK;
+constexpr int kHeadDimVO = TVM_FLASHINFER_HEAD_DIM_VO;
+
+int BatchPrefillRagged(const AttentionArgs& args, const RaggedKV& kv, const PlanView& view,
+                       CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    namespace fi = flashinfer;
+    const Plan& plan = Plan::From(view);
+    fi::BatchPrefillRaggedParams<T, T, T, int32_t> params(
+        static_cast<T*>(const_cast<void*>(args.q)), static_cast<T*>(const_cast<void*>(kv.k)),
+        static_cast<T*>(const_cast<void*>(kv.v)), /*maybe_custom_mask=*/nullptr,
+        const_cast<int32_t*>(args.qo_indptr), const_cast<int32_t*>(kv.indptr),
+        /*maybe_mask_indptr=*/nullptr, /*maybe_q_rope_offset=*/nullptr,
+        /*maybe_k_rope_offset=*/nullptr, static_cast<T*>(args.o), args.lse,
+        /*maybe_alibi_slopes=*/nullptr, args.num_qo_heads, args.num_kv_heads, args.q_stride_row,
+        args.q_stride_head, kv.k_stride_token, kv.k_stride_head, args.window_left,
+        /*logits_soft_cap=*/0.f, args.sm_scale, /*rope_scale=*/1.f, /*rope_theta=*/1.f);
+    params.v_stride_n = kv.v_stride_token;
+    params.v_stride_h = kv.v_stride_head;
+    SetPlan(plan, view, &params);
+    T* tmp_v = plan.split_kv ? At<T>(view.float_workspace, plan.tmp_v) : nullptr;
+    float* tmp_s = plan.split_kv ? At<float>(view.float_workspace, plan.tmp_s) : nullptr;
+    return DispatchTileAndMask(plan.cta_tile_q, args.causal, [&](auto tile, auto mask) {
+      return fi::BatchPrefillWithRaggedKVCacheDispatched<
+          decltype(tile)::value, kHeadDimQK, kHeadDimVO, fi::PosEncodingMode::kNone,
+          /*USE_FP16_QK_REDUCTION=*/false, decltype(mask)::value, /*USE_TOKEN_HEAD_SF=*/false,
+          PrefillVariant>(params, tmp_v, tmp_s, view.enable_pdl, handle);
+    });
+  });
+}
+
+const std::string& Name() {
+  static const std::string name =
+      KernelName("batch_prefill_ragged", DTypeOf<T>(), kHeadDimQK, kHeadDimVO);
+  return name;
+}
+
+TVM_FLASHINFER_REGISTER(batch_prefill_ragged, Name().c_str(), &BatchPrefillRagged);
+
+}  // namespace
+}  // namespace cuda
+}  // namespace kernels
+}  // namespace tvm_flashinfer

@@ -1,0 +1,110 @@
+// What every CUDA build needs, whatever the dtype and head_dim: the plan of the FA2 prefill kernels,
+// the kernels around attention, and the questions the ops layer asks of a device.
+#include <flashinfer/attention/scheduler.cuh>
+#include <limits>
+
+#include "../merge.cuh"
+#include "../pages.cuh"
+#include "../plan_buffer.h"
+#include "../rotary.cuh"
+#include "../unit.h"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cuda {
+namespace {
+
+std::vector<int32_t> DecodeRowOffsets(int32_t batch_size) {
+  std::vector<int32_t> offsets(batch_size + 1);
+  for (int32_t b = 0; b <= batch_size; ++b) offsets[b] = b;
+  return offsets;
+}
+
+int BatchPrefillPlan(const PlanArgs& args, CudaStream stream, std::vector<int64_t>* out,
+                     char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) -> cudaError_t {
+    int num_sm = 0;
+    cudaError_t status =
+        cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, stream.device_id);
+    if (status != cudaSuccess) return status;
+    // Two blocks run on one SM at a time; splitting keys further than that only adds merge work.
+    const uint32_t max_blocks_if_split = 2 * num_sm / args.num_kv_heads;
+
+    const bool is_decode = args.qo_indptr == nullptr;
+    std::vector<int32_t> decode_rows;
+    if (is_decode) decode_rows = DecodeRowOffsets(args.batch_size);
+    auto* qo_indptr = is_decode ? decode_rows.data() : const_cast<int32_t*>(args.qo_indptr);
+
+    auto [split_kv, num_blocks, padded_blocks, cta_tile_q, kv_chunk_size, request_indices,
+          qo_tile_indices, kv_tile_indices, merge_indptr, o_indptr] =
+        flashinfer::PrefillSplitQOKVIndptr(
+            qo_indptr, const_cast<int32_t*>(args.kv_indptr), args.num_rows, args.batch_size,
+            args.num_qo_heads, args.num_kv_heads, args.head_dim_vo, args.page_size,
+            max_blocks_if_split, /*enable_cuda_graph=*/false, args.window_left,
+            static_cast<int32_t>(args.fixed_split_size), args.disable_split_kv,
+            /*uniform_q_len=*/0, /*fixed_uniform_q_len=*/false, args.head_dim_qk);
+    (void)padded_blocks;  // equal to num_blocks without CUDA graphs
+
+    Plan plan{};
+    plan.kind = kPrefillPlan;
+    plan.num_blocks = num_blocks;
+    plan.split_kv = split_kv;
+    plan.cta_tile_q = cta_tile_q;
+    plan.num_rows = args.num_rows;
+    if (split_kv) {
+      // One partial output per row and chunk of keys; the kernel numbers them by o_indptr.
+      const int64_t partial_rows = static_cast<int64_t>(o_indptr.back()) * args.num_qo_heads;
+      plan.tmp_v = 0;
+      plan.tmp_s = partial_rows * args.head_dim_vo * sizeof(float);
+      PlanBuffer::CheckFloatWorkspace(plan.tmp_s + partial_rows * sizeof(float), args);
+    }
+    PlanBuffer buffer;
+    plan.request_indices = buffer.Add(request_indices);
+    plan.qo_tile_indices = buffer.Add(qo_tile_indices);
+    plan.kv_tile_indices = buffer.Add(kv_tile_indices);
+    plan.o_indptr = buffer.Add(o_indptr);
+    plan.merge_indptr = split_kv ? buffer.Add(merge_indptr) : 0;
+    // Without a split FlashInfer's value overflows; the kernel does not use it then.
+    const int64_t chunk = split_kv ? kv_chunk_size : std::numeric_limits<int32_t>::max();
+    plan.kv_chunk_size = buffer.Add({static_cast<int32_t>(chunk)});
+    plan.qo_indptr = is_decode ? buffer.Add(decode_rows) : -1;
+    const int64_t base = buffer.Commit(args, handle);
+    for (int64_t* offset : {&plan.request_indices, &plan.qo_tile_indices, &plan.kv_tile_indices,
+                            &plan.o_indptr, &plan.merge_indptr, &plan.kv_chunk_size}) {
+      *offset += base;
+    }
+    if (is_decode) plan.qo_indptr += base;
+    *out = plan.ToVector();
+    return cudaSuccess;
+  });
+}
+
+int DeviceArch(int32_t device_id, int* major, int* minor, char* error) {
+  cudaError_t status = cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device_id);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, device_id);
+  }
+  return status == cudaSuccess ? 0 : FailCuda(error, status);
+}
+
+int ReadBack(const void* src, void* dst, int64_t num_bytes, CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    cudaError_t status = cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDeviceToHost, handle);
+    return status == cudaSuccess ? cudaStreamSynchronize(handle) : status;
+  });
+}
+
+TVM_FLASHINFER_REGISTER(batch_prefill_plan, "batch_prefill_plan", &BatchPrefillPlan);
+TVM_FLASHINFER_REGISTER(merge_state, "merge_state", &MergeState);
+TVM_FLASHINFER_REGISTER(split_qkv_rotary, "split_qkv_rotary", &SplitQKVRotary);
+TVM_FLASHINFER_REGISTER(append_paged_kv_cache, "append_paged_kv_cache", &AppendPagedKVCache);
+TVM_FLASHINFER_REGISTER(copy_single_page, "copy_single_page", &CopySinglePage);
+TVM_FLASHINFER_REGISTER(compact_kv_copy, "compact_kv_copy", &CompactKVCopy);
+TVM_FLASHINFER_REGISTER(read_pages, "read_pages", &ReadPages);
+TVM_FLASHINFER_REGISTER(device_arch, "device_arch", &DeviceArch);
+TVM_FLASHINFER_REGISTER(read_back, "read_back", &ReadBack);
+
+}  // namespace
+}  // namespace cuda
+}  // namespace kernels
+}  // namespace tvm_flashinfer

@@ -1,0 +1,183 @@
+// Types shared by the kernels of every device. No TVM and no CUDA header may be included here: the
+// CUDA units are compiled by nvcc apart from the rest of the library and meet it only through these
+// plain structs. All strides and offsets count elements and are 64-bit.
+#ifndef TVM_FLASHINFER_KERNELS_TYPES_H_
+#define TVM_FLASHINFER_KERNELS_TYPES_H_
+
+#include <cstdint>
+
+namespace tvm_flashinfer {
+namespace kernels {
+
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+/*! \brief Where a CUDA kernel runs. The handle is a cudaStream_t. */
+struct CudaStream {
+  int32_t device_id;
+  void* handle;
+};
+
+/*!
+ * \brief What every attention kernel is given.
+ *
+ * q is (num_rows, num_qo_heads, head_dim_qk) with unit stride in the last dimension; o is
+ * (num_rows, num_qo_heads, head_dim_vo), contiguous; lse is (num_rows, num_qo_heads), contiguous,
+ * float32, base 2, and may be null. Request b owns the rows [qo_indptr[b], qo_indptr[b + 1]); a null
+ * qo_indptr means one row per request (decode). A row that sees no key gets o = 0 and lse = -inf.
+ *
+ * Row i of the qo_len rows of a request sees key j of its kv_len keys when
+ *   (!causal || j <= i + kv_len - qo_len) && (window_left < 0 || j >= i + kv_len - qo_len - window_left).
+ */
+struct AttentionArgs {
+  DType dtype;
+  int32_t batch_size;
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim_qk;
+  int32_t head_dim_vo;
+  int64_t num_rows;
+  const void* q;
+  int64_t q_stride_row;
+  int64_t q_stride_head;
+  const int32_t* qo_indptr;
+  void* o;
+  float* lse;
+  bool causal;
+  int32_t window_left;
+  double sm_scale;
+};
+
+/*! \brief Keys and values of a ragged batch: request b owns the tokens [indptr[b], indptr[b + 1]). */
+struct RaggedKV {
+  const void* k;
+  const void* v;
+  int64_t k_stride_token;
+  int64_t k_stride_head;
+  int64_t v_stride_token;
+  int64_t v_stride_head;
+  const int32_t* indptr;
+};
+
+/*!
+ * \brief Keys and values in pages. Request b owns the pages indices[indptr[b]:indptr[b + 1]], all of
+ * them full but the last, which holds last_page_len[b] tokens. A request without pages has no keys.
+ */
+struct PagedKV {
+  const void* k;
+  const void* v;
+  int64_t k_stride_page;
+  int64_t k_stride_head;
+  int64_t k_stride_slot;
+  int64_t v_stride_page;
+  int64_t v_stride_head;
+  int64_t v_stride_slot;
+  int64_t num_pages;
+  int32_t page_size;
+  const int32_t* indptr;
+  const int32_t* indices;
+  const int32_t* last_page_len;
+};
+
+/*! \brief Merge of two attention states over disjoint keys; the merged one may alias the first. */
+struct MergeStateArgs {
+  DType dtype;
+  int64_t num_rows;
+  int32_t num_heads;
+  int32_t head_dim;
+  const void* v_a;
+  const float* s_a;
+  const void* v_b;
+  const float* s_b;
+  void* v_merged;
+  float* s_merged;
+};
+
+/*! \brief The most rotated pairs a head may have: head_dim <= 1024. */
+constexpr int32_t kMaxRotaryPairs = 512;
+
+/*!
+ * \brief Split of a fused QKV tensor (num_rows, num_qo_heads + 2 * num_kv_heads, head_dim) into
+ * contiguous q, k, v, with rotary embedding of q and k.
+ *
+ * Pair i of the rotary_dim / 2 pairs is rotated by the angle position * inv_freq[i] and scaled by
+ * magnitude. Pair i is (i, i + rotary_dim / 2), or (2 i, 2 i + 1) when interleaved. Dimensions from
+ * rotary_dim on are copied. When apply_rope is false everything is copied.
+ */
+struct SplitRotaryArgs {
+  DType dtype;
+  int64_t num_rows;
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t rotary_dim;
+  bool interleaved;
+  bool apply_rope;
+  float magnitude;
+  const float* inv_freq;  // host memory, rotary_dim / 2 values
+  const void* qkv;
+  int64_t qkv_stride_row;
+  int64_t qkv_stride_head;
+  const int32_t* position_map;  // (num_rows,)
+  void* q;
+  void* k;
+  void* v;
+};
+
+/*! \brief A pool of pages as TVM's cache keeps it: (num_pages, 2, num_kv_heads, page_size, head_dim). */
+struct PagePool {
+  DType dtype;
+  int64_t num_pages;
+  int32_t num_kv_heads;
+  int32_t page_size;
+  int32_t head_dim;
+  void* data;
+};
+
+/*!
+ * \brief Write of k, v (num_rows, num_kv_heads, head_dim), contiguous, to the slots
+ * position_map[row] = page * page_size + slot. Positions outside the pool are not written: -1 is the
+ * caller's way to say so.
+ */
+struct AppendArgs {
+  PagePool pool;
+  int64_t num_rows;
+  const void* k;
+  const void* v;
+  const int32_t* position_map;
+};
+
+/*! \brief Copy of the first copy_length slots of one page to another. */
+struct CopyPageArgs {
+  PagePool pool;
+  int64_t src_page;
+  int64_t tgt_page;
+  int64_t copy_length;
+};
+
+/*!
+ * \brief Move of slots inside the pool: for request b and i in [indptr[b], indptr[b + 1]), in order of
+ * i, slot src_pos[i] is copied to slot dst_pos[i]. Requests touch disjoint slots. Positions outside
+ * the pool are skipped.
+ */
+struct CompactCopyArgs {
+  PagePool pool;
+  int32_t batch_size;
+  const int32_t* indptr;
+  const int32_t* src_pos;
+  const int32_t* dst_pos;
+  int64_t num_moves;  // length of src_pos and dst_pos
+};
+
+/*! \brief Read of the slots position_map[i] into k, v (num_rows, num_kv_heads, head_dim), contiguous. */
+struct ReadPagesArgs {
+  PagePool pool;
+  int64_t num_rows;
+  const int32_t* position_map;
+  void* k;
+  void* v;
+};
+
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_TYPES_H_

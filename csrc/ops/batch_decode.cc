@@ -1,0 +1,151 @@
+// Attention of one query row per request over paged keys.
+#include <sstream>
+
+#include "../kernels/cpu/kernels.h"
+#include "attention_args.h"
+#include "cuda_kernels.h"
+#include "ops.h"
+
+namespace tvm_flashinfer {
+namespace ops {
+
+namespace {
+
+using kernels::cuda::KernelName;
+
+/*!
+ * \brief Which CUDA kernel decodes. Query heads that share a KV head fill the rows of a tensor-core
+ * tile, so from four of them on the prefill kernel with one row per request is the faster one; the
+ * CUDA-core kernel is compiled for few group sizes anyway (benchmarks/ has the figures).
+ */
+bool DecodeOnTensorCores(int64_t num_qo_heads, int64_t num_kv_heads) {
+  return num_qo_heads / num_kv_heads >= 4;
+}
+
+}  // namespace
+
+Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_workspace,
+                               TensorView pinned_int_workspace, TensorView page_indptr,
+                               int64_t batch_size, int64_t num_qo_heads, int64_t num_kv_heads,
+                               int64_t page_size, bool enable_cuda_graph, int64_t window_left,
+                               double logits_soft_cap, int64_t head_dim_qk, int64_t head_dim_vo,
+                               TensorView empty_q, TensorView empty_kv) {
+  const Checker check("batch_decode_plan");
+  check.Workspace("float_workspace", float_workspace);
+  check.Workspace("int_workspace", int_workspace);
+  check.Workspace("pinned_int_workspace", pinned_int_workspace);
+  const DLDevice device = check.Device("float_workspace", float_workspace);
+  check.OnDevice("int_workspace", int_workspace, device);
+  check.OnHost("pinned_int_workspace", pinned_int_workspace);
+  check.HeadRatio(num_qo_heads, num_kv_heads);
+  check.Positive("page_size", page_size);
+  check.Positive("head_dim_qk", head_dim_qk);
+  if (head_dim_vo != head_dim_qk) {
+    check.FailValue("`head_dim_vo` is " + std::to_string(head_dim_vo) + ", head_dim_qk is " +
+                    std::to_string(head_dim_qk) + "; decode needs them equal");
+  }
+  if (batch_size < 0 || batch_size >= INT32_MAX) {
+    check.FailValue("`batch_size` is " + std::to_string(batch_size) + ", expected 0 or more");
+  }
+  if (window_left < -1 || window_left > INT32_MAX) {
+    check.FailValue("`window_left` is " + std::to_string(window_left) +
+                    ", expected -1 (no window) or the window's tokens less one");
+  }
+  if (enable_cuda_graph) {
+    check.FailValue("`enable_cuda_graph` is not served yet; pass False and plan every step");
+  }
+  if (logits_soft_cap != 0) {
+    check.FailValue("`logits_soft_cap` is " + std::to_string(logits_soft_cap) +
+                    ", expected 0: no kernel here caps logits yet");
+  }
+  const kernels::DType dtype = check.FloatDType("empty_q", empty_q);
+  check.DType("empty_kv", empty_kv, empty_q.dtype());
+  check.OnHost("page_indptr", page_indptr);
+  check.IndexVector("page_indptr", page_indptr, batch_size + 1, "(batch_size + 1,)");
+  const int32_t* pages = DataOf<int32_t>(page_indptr);
+  CheckIndptr(check, "page_indptr", pages, batch_size, INT32_MAX, "a 32-bit page count");
+
+  const PlanHeader header{kDecodeHeader, device.device_type, device.device_id, batch_size,
+                          batch_size,    num_qo_heads,       num_kv_heads,     head_dim_qk,
+                          head_dim_vo,   page_size,          /*causal=*/0,     window_left,
+                          float_workspace.numel(), int_workspace.numel()};
+  std::vector<int64_t> kernel;
+  if (IsCUDA(device) && batch_size > 0) {
+    kernels::AttentionArgs shape{};
+    shape.dtype = dtype;
+    shape.head_dim_qk = static_cast<int32_t>(head_dim_qk);
+    shape.head_dim_vo = static_cast<int32_t>(head_dim_vo);
+    RequireCudaAttention(check, shape);
+    const kernels::cuda::PlanArgs args{DataOf(float_workspace),
+                                       float_workspace.numel(),
+                                       DataOf(int_workspace),
+                                       int_workspace.numel(),
+                                       /*qo_indptr=*/nullptr,
+                                       pages,
+                                       batch_size,
+                                       static_cast<int32_t>(batch_size),
+                                       static_cast<int32_t>(num_qo_heads),
+                                       static_cast<int32_t>(num_kv_heads),
+                                       shape.head_dim_qk,
+                                       shape.head_dim_vo,
+                                       static_cast<int32_t>(page_size),
+                                       static_cast<int32_t>(window_left),
+                                       enable_cuda_graph,
+                                       /*fixed_split_size=*/-1,
+                                       /*disable_split_kv=*/false};
+    kernels::cuda::PlanFn plan;
+    if (DecodeOnTensorCores(num_qo_heads, num_kv_heads)) {
+      plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_prefill_plan", device);
+    } else {
+      const UnitSpec unit{"batch_decode", dtype, shape.head_dim_qk, shape.head_dim_vo};
+      plan = reinterpret_cast<kernels::cuda::PlanFn>(RequireKernel(
+          check, KernelName("batch_decode_plan", dtype, shape.head_dim_qk, shape.head_dim_vo), unit,
+          device));
+    }
+    Launch(check, plan, args, CurrentStream(device), &kernel);
+  }
+  return MakePlan(header, kernel);
+}
+
+void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan,
+                    TensorView q, TensorView k_pages, TensorView v_pages, TensorView page_indptr,
+                    TensorView page_indices, TensorView last_page_len, TensorView o,
+                    Optional<TensorView> lse, int64_t layout, int64_t window_left, bool enable_pdl,
+                    double sm_scale, double rope_rcp_scale, double rope_rcp_theta) {
+  (void)rope_rcp_scale;
+  (void)rope_rcp_theta;
+  const Checker check("batch_decode_run");
+  const PlanReader reader(check, plan, kDecodeHeader);
+  const PlanHeader& header = reader.header();
+  const RunInputs in{float_workspace, int_workspace, q,           o,       lse,
+                     /*mask_mode=*/0, layout,        window_left, sm_scale};
+  KVOperand k{};
+  check.Rank("q", q, 3, "(batch_size, num_qo_heads, head_dim)");
+  const kernels::PagedKV kv = MakePagedKV(check, q, k_pages, v_pages, page_indptr, page_indices,
+                                          last_page_len, header.batch_size, layout, &k);
+  const kernels::AttentionArgs args = MakeAttentionArgs(check, in, reader, k.num_heads, k.head_dim);
+  reader.Require("page_size", header.page_size, k.length);
+  CheckPagedContents(check, page_indptr, page_indices, last_page_len, header.batch_size, k.outer,
+                     k.length);
+  const DLDevice device = q.device();
+  if (args.num_rows == 0) return;
+  if (IsCPU(device)) {
+    kernels::cpu::BatchAttentionPaged(args, kv);
+    return;
+  }
+  RequireCudaAttention(check, args);
+  CheckCudaPages(check, args, kv);
+  const char* kind = DecodeOnTensorCores(args.num_qo_heads, args.num_kv_heads)
+                         ? "batch_prefill_paged"
+                         : "batch_decode";
+  const UnitSpec unit{kind, args.dtype, args.head_dim_qk, args.head_dim_vo};
+  auto run = reinterpret_cast<kernels::cuda::PagedAttentionFn>(RequireKernel(
+      check, KernelName(kind, args.dtype, args.head_dim_qk, args.head_dim_vo), unit, device));
+  const kernels::cuda::PlanView view{DataOf(float_workspace), DataOf(int_workspace),
+                                     reader.kernel().data(),
+                                     static_cast<int64_t>(reader.kernel().size()), enable_pdl};
+  Launch(check, run, args, kv, view, CurrentStream(device));
+}
+
+}  // namespace ops
+}  // namespace tvm_flashinfer

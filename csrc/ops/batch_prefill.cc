@@ -1,0 +1,235 @@
+// Attention of ragged queries over ragged or paged keys.
+#include <sstream>
+
+#include "../kernels/cpu/kernels.h"
+#include "attention_args.h"
+#include "cuda_kernels.h"
+#include "ops.h"
+
+namespace tvm_flashinfer {
+namespace ops {
+
+namespace {
+
+using kernels::cuda::KernelName;
+
+/*! \brief The key counts fit the page counts: that is what the schedule is made from. */
+void CheckKVLen(const Checker& check, const int32_t* kv_indptr, const int32_t* kv_len,
+                int64_t batch_size, int64_t page_size) {
+  for (int64_t b = 0; b < batch_size; ++b) {
+    const int64_t pages = static_cast<int64_t>(kv_indptr[b + 1]) - kv_indptr[b];
+    const int64_t high = pages * page_size;
+    const int64_t low = pages == 0 ? 0 : high - page_size + 1;
+    if (kv_len[b] < low || kv_len[b] > high) {
+      std::ostringstream message;
+      message << "`kv_len`[" << b << "] is " << kv_len[b] << ", expected " << low << " to " << high
+              << ": request " << b << " has " << pages << " pages of " << page_size << " tokens";
+      check.FailValue(message.str());
+    }
+  }
+}
+
+/*! \brief qo_indptr of a run: as many rows as the plan, in order. */
+void CheckRowOffsets(const Checker& check, const TensorView& qo_indptr, DLDevice device,
+                     const PlanHeader& header) {
+  check.IndexVector("qo_indptr", qo_indptr, header.batch_size + 1, "(batch_size + 1,)");
+  check.OnDevice("qo_indptr", qo_indptr, device);
+  if (IsCPU(device)) {
+    CheckIndptr(check, "qo_indptr", DataOf<int32_t>(qo_indptr), header.batch_size, header.num_rows,
+                "q");
+  } else if (CheckDeviceContents()) {
+    CheckIndptr(check, "qo_indptr", ReadBack(check, qo_indptr).data(), header.batch_size,
+                header.num_rows, "q");
+  }
+}
+
+kernels::cuda::PlanView ViewOf(const RunInputs& in, const PlanReader& plan, bool enable_pdl) {
+  return {DataOf(in.float_workspace), DataOf(in.int_workspace), plan.kernel().data(),
+          static_cast<int64_t>(plan.kernel().size()), enable_pdl};
+}
+
+}  // namespace
+
+Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_workspace,
+                                TensorView pinned_int_workspace, TensorView qo_indptr,
+                                TensorView kv_indptr, TensorView kv_len, int64_t total_num_rows,
+                                int64_t batch_size, int64_t num_qo_heads, int64_t num_kv_heads,
+                                int64_t page_size, bool enable_cuda_graph, int64_t head_dim_qk,
+                                int64_t head_dim_vo, bool causal, int64_t window_left,
+                                int64_t fixed_split_size, bool disable_split_kv,
+                                int64_t num_colocated_ctas) {
+  const Checker check("batch_prefill_plan");
+  check.Workspace("float_workspace", float_workspace);
+  check.Workspace("int_workspace", int_workspace);
+  check.Workspace("pinned_int_workspace", pinned_int_workspace);
+  const DLDevice device = check.Device("float_workspace", float_workspace);
+  check.OnDevice("int_workspace", int_workspace, device);
+  check.OnHost("pinned_int_workspace", pinned_int_workspace);
+  check.HeadRatio(num_qo_heads, num_kv_heads);
+  check.Positive("page_size", page_size);
+  check.Positive("head_dim_qk", head_dim_qk);
+  check.Positive("head_dim_vo", head_dim_vo);
+  if (batch_size < 0 || batch_size >= INT32_MAX) {
+    check.FailValue("`batch_size` is " + std::to_string(batch_size) + ", expected 0 or more");
+  }
+  if (window_left < -1 || window_left > INT32_MAX) {
+    check.FailValue("`window_left` is " + std::to_string(window_left) +
+                    ", expected -1 (no window) or the window's tokens less one");
+  }
+  if (enable_cuda_graph) {
+    check.FailValue("`enable_cuda_graph` is not served yet; pass False and plan every step");
+  }
+  if (num_colocated_ctas != 0) {
+    check.FailValue("`num_colocated_ctas` is " + std::to_string(num_colocated_ctas) +
+                    ", expected 0: no kernel here shares the GPU with another");
+  }
+  check.OnHost("qo_indptr", qo_indptr);
+  check.OnHost("kv_indptr", kv_indptr);
+  check.OnHost("kv_len", kv_len);
+  check.IndexVector("qo_indptr", qo_indptr, batch_size + 1, "(batch_size + 1,)");
+  check.IndexVector("kv_indptr", kv_indptr, batch_size + 1, "(batch_size + 1,)");
+  check.IndexVector("kv_len", kv_len, batch_size, "(batch_size,)");
+  const int32_t* rows = DataOf<int32_t>(qo_indptr);
+  const int32_t* pages = DataOf<int32_t>(kv_indptr);
+  CheckIndptr(check, "qo_indptr", rows, batch_size, total_num_rows, "total_num_rows");
+  if (rows[batch_size] != total_num_rows) {
+    std::ostringstream message;
+    message << "`qo_indptr` ends at " << rows[batch_size] << ", but total_num_rows is "
+            << total_num_rows << "; they must be equal";
+    check.FailValue(message.str());
+  }
+  CheckIndptr(check, "kv_indptr", pages, batch_size, INT32_MAX, "a 32-bit page count");
+  CheckKVLen(check, pages, DataOf<int32_t>(kv_len), batch_size, page_size);
+
+  const PlanHeader header{kPrefillHeader, device.device_type, device.device_id, batch_size,
+                          total_num_rows, num_qo_heads,       num_kv_heads,     head_dim_qk,
+                          head_dim_vo,    page_size,          causal ? 1 : 0,   window_left,
+                          float_workspace.numel(), int_workspace.numel()};
+  std::vector<int64_t> kernel;
+  if (IsCUDA(device) && total_num_rows > 0) {
+    const kernels::cuda::PlanArgs args{DataOf(float_workspace),
+                                       float_workspace.numel(),
+                                       DataOf(int_workspace),
+                                       int_workspace.numel(),
+                                       rows,
+                                       pages,
+                                       total_num_rows,
+                                       static_cast<int32_t>(batch_size),
+                                       static_cast<int32_t>(num_qo_heads),
+                                       static_cast<int32_t>(num_kv_heads),
+                                       static_cast<int32_t>(head_dim_qk),
+                                       static_cast<int32_t>(head_dim_vo),
+                                       static_cast<int32_t>(page_size),
+                                       static_cast<int32_t>(window_left),
+                                       enable_cuda_graph,
+                                       fixed_split_size,
+                                       disable_split_kv};
+    auto plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_prefill_plan", device);
+    Launch(check, plan, args, CurrentStream(device), &kernel);
+  }
+  return MakePlan(header, kernel);
+}
+
+void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan,
+                          TensorView q, TensorView k_pages, TensorView v_pages,
+                          TensorView qo_indptr, TensorView page_indptr, TensorView page_indices,
+                          TensorView last_page_len, TensorView o, Optional<TensorView> lse,
+                          int64_t mask_mode, int64_t layout, int64_t window_left, bool enable_pdl,
+                          double sm_scale, double rope_rcp_scale, double rope_rcp_theta) {
+  (void)rope_rcp_scale;
+  (void)rope_rcp_theta;
+  const Checker check("batch_prefill_paged_run");
+  const PlanReader reader(check, plan, kPrefillHeader);
+  const PlanHeader& header = reader.header();
+  const RunInputs in{float_workspace, int_workspace, q,           o,       lse,
+                     mask_mode,       layout,        window_left, sm_scale};
+  KVOperand k{};
+  check.Rank("q", q, 3, "(n, num_qo_heads, head_dim)");
+  const kernels::PagedKV kv = MakePagedKV(check, q, k_pages, v_pages, page_indptr, page_indices,
+                                          last_page_len, header.batch_size, layout, &k);
+  kernels::AttentionArgs args = MakeAttentionArgs(check, in, reader, k.num_heads, k.head_dim);
+  reader.Require("page_size", header.page_size, k.length);
+  const DLDevice device = q.device();
+  CheckRowOffsets(check, qo_indptr, device, header);
+  CheckPagedContents(check, page_indptr, page_indices, last_page_len, header.batch_size, k.outer,
+                     k.length);
+  args.qo_indptr = DataOf<int32_t>(qo_indptr);
+  if (args.num_rows == 0) return;
+  if (IsCPU(device)) {
+    kernels::cpu::BatchAttentionPaged(args, kv);
+    return;
+  }
+  RequireCudaAttention(check, args);
+  CheckCudaPages(check, args, kv);
+  const UnitSpec unit{"batch_prefill_paged", args.dtype, args.head_dim_qk, args.head_dim_vo};
+  auto run = reinterpret_cast<kernels::cuda::PagedAttentionFn>(RequireKernel(
+      check, KernelName(unit.kind, args.dtype, args.head_dim_qk, args.head_dim_vo), unit, device));
+  Launch(check, run, args, kv, ViewOf(in, reader, enable_pdl), CurrentStream(device));
+}
+
+void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
+                           Array<int64_t> plan, TensorView q, TensorView k, TensorView v,
+                           TensorView qo_indptr, TensorView kv_indptr, TensorView o,
+                           Optional<TensorView> lse, int64_t mask_mode, int64_t layout,
+                           int64_t window_left, bool enable_pdl, double sm_scale,
+                           double rope_rcp_scale, double rope_rcp_theta) {
+  (void)rope_rcp_scale;
+  (void)rope_rcp_theta;
+  const Checker check("batch_prefill_ragged_run");
+  const PlanReader reader(check, plan, kPrefillHeader);
+  const PlanHeader& header = reader.header();
+  const RunInputs in{float_workspace, int_workspace, q,           o,       lse,
+                     mask_mode,       layout,        window_left, sm_scale};
+  const DLDevice device = check.Device("q", q);
+  const KVOperand keys = ReadRagged(check, "k", k, layout);
+  const KVOperand values = ReadRagged(check, "v", v, layout);
+  check.DType("k", k, q.dtype());
+  check.DType("v", v, q.dtype());
+  check.OnDevice("k", k, device);
+  check.OnDevice("v", v, device);
+  if (values.num_heads != keys.num_heads || values.length != keys.length) {
+    check.FailValue("`v` has shape " + ShapeText(v) + ", `k` has " + ShapeText(k) +
+                    "; they must have the same heads and tokens");
+  }
+  kernels::AttentionArgs args =
+      MakeAttentionArgs(check, in, reader, keys.num_heads, values.head_dim);
+  if (keys.head_dim != args.head_dim_qk) {
+    check.FailValue("`k` has shape " + ShapeText(k) + ", `q` has " + ShapeText(q) +
+                    "; the last dimension is head_dim and must be equal");
+  }
+  reader.Require("page_size (1 for ragged keys)", header.page_size, 1);
+  CheckRowOffsets(check, qo_indptr, device, header);
+  check.IndexVector("kv_indptr", kv_indptr, header.batch_size + 1, "(batch_size + 1,)");
+  check.OnDevice("kv_indptr", kv_indptr, device);
+  if (IsCPU(device)) {
+    CheckIndptr(check, "kv_indptr", DataOf<int32_t>(kv_indptr), header.batch_size, keys.length,
+                "k");
+  } else if (CheckDeviceContents()) {
+    CheckIndptr(check, "kv_indptr", ReadBack(check, kv_indptr).data(), header.batch_size,
+                keys.length, "k");
+  }
+  args.qo_indptr = DataOf<int32_t>(qo_indptr);
+  const kernels::RaggedKV kv{DataOf(k),
+                             DataOf(v),
+                             keys.stride_length,
+                             keys.stride_head,
+                             values.stride_length,
+                             values.stride_head,
+                             DataOf<int32_t>(kv_indptr)};
+  if (args.num_rows == 0) return;
+  if (IsCPU(device)) {
+    kernels::cpu::BatchAttentionRagged(args, kv);
+    return;
+  }
+  RequireCudaAttention(check, args);
+  CheckCudaStrides(check, args, kv.k, kv.v,
+                   {kv.k_stride_token, kv.k_stride_head, kv.v_stride_token, kv.v_stride_head,
+                    keys.length * kv.k_stride_token, keys.length * kv.v_stride_token});
+  const UnitSpec unit{"batch_prefill_ragged", args.dtype, args.head_dim_qk, args.head_dim_vo};
+  auto run = reinterpret_cast<kernels::cuda::RaggedAttentionFn>(RequireKernel(
+      check, KernelName(unit.kind, args.dtype, args.head_dim_qk, args.head_dim_vo), unit, device));
+  Launch(check, run, args, kv, ViewOf(in, reader, enable_pdl), CurrentStream(device));
+}
+
+}  // namespace ops
+}  // namespace tvm_flashinfer

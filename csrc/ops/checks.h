@@ -1,0 +1,103 @@
+// Checks of arguments, shared by every op. A message names the function and the argument, and says
+// what was got, what was expected and, where it is not plain, what to do.
+#ifndef TVM_FLASHINFER_OPS_CHECKS_H_
+#define TVM_FLASHINFER_OPS_CHECKS_H_
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/optional.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "../kernels/types.h"
+
+namespace tvm_flashinfer {
+namespace ops {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+bool IsCPU(DLDevice device);
+bool IsCUDA(DLDevice device);
+std::string ShapeText(const TensorView& tensor);
+std::string DTypeText(DLDataType dtype);
+std::string DeviceText(DLDevice device);
+
+/*! \brief Checks the arguments of one call of the op `flashinfer.<op>`. */
+class Checker {
+ public:
+  explicit Checker(const char* op) : op_(op) {}
+
+  /*! \brief The device of the call: that of `tensor`, which must be CPU or CUDA. */
+  DLDevice Device(const char* name, const TensorView& tensor) const;
+  void OnDevice(const char* name, const TensorView& tensor, DLDevice device) const;
+  /*! \brief The tensor lies in memory that the host reads: CPU, or pinned by CUDA. */
+  void OnHost(const char* name, const TensorView& tensor) const;
+
+  /*! \brief float16, bfloat16 or float32. */
+  kernels::DType FloatDType(const char* name, const TensorView& tensor) const;
+  void DType(const char* name, const TensorView& tensor, DLDataType expected) const;
+  /*! \brief A contiguous uint8 tensor. */
+  void Workspace(const char* name, const TensorView& tensor) const;
+
+  /*! \brief The sizes are as expected; `meaning` spells them: "(n, num_qo_heads, head_dim)". */
+  void Shape(const char* name, const TensorView& tensor, std::initializer_list<int64_t> expected,
+             const char* meaning) const;
+  void Rank(const char* name, const TensorView& tensor, int expected, const char* meaning) const;
+  void Contiguous(const char* name, const TensorView& tensor) const;
+  void UnitLastStride(const char* name, const TensorView& tensor) const;
+
+  /*! \brief An int32 vector of `size` elements, contiguous. */
+  void IndexVector(const char* name, const TensorView& tensor, int64_t size,
+                   const char* meaning) const;
+  /*! \brief A contiguous tensor of data of this dtype on this device. */
+  void Data(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype,
+            std::initializer_list<int64_t> expected, const char* meaning) const;
+
+  void Positive(const char* name, int64_t value) const;
+  void Finite(const char* name, double value) const;
+  void HeadRatio(int64_t num_qo_heads, int64_t num_kv_heads) const;
+
+  [[noreturn]] void FailValue(const std::string& message) const;
+  [[noreturn]] void FailType(const std::string& message) const;
+  [[noreturn]] void FailRuntime(const std::string& message) const;
+
+ private:
+  const char* op_;
+};
+
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+constexpr DLDataType kUInt8{kDLUInt, 8, 1};
+
+/*! \brief Address of the first element: TVM passes views with a byte offset. */
+template <typename T = void>
+T* DataOf(const TensorView& tensor) {
+  return reinterpret_cast<T*>(static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset());
+}
+
+/*! \brief Stride of a dimension in elements; tensors that carry no strides are contiguous. */
+int64_t StrideOf(const TensorView& tensor, int dim);
+
+/*! \brief indptr starts at 0, never falls, and ends at most at `limit`, the size of `limit_name`. */
+void CheckIndptr(const Checker& check, const char* name, const int32_t* indptr, int64_t batch_size,
+                 int64_t limit, const char* limit_name);
+
+/*! \brief Page indices lie in the pool, and last pages hold as many tokens as they may. */
+void CheckPageTable(const Checker& check, const int32_t* indptr, const int32_t* indices,
+                    const int32_t* last_page_len, int64_t batch_size, int64_t num_pages,
+                    int64_t page_size);
+
+/*! \brief Every position lies in the pool; -1 is let pass where rows may be left out. */
+void CheckPositions(const Checker& check, const char* name, const int32_t* positions, int64_t size,
+                    int64_t num_slots, bool allow_skip);
+
+/*! \brief Whether TVM_FLASHINFER_CHECK=1 asks for the contents of device index tensors. */
+bool CheckDeviceContents();
+
+}  // namespace ops
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_OPS_CHECKS_H_

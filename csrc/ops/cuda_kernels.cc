@@ -1,0 +1,110 @@
+#include "cuda_kernels.h"
+
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+#include <mutex>
+#include <set>
+#include <sstream>
+
+namespace tvm_flashinfer {
+namespace ops {
+
+namespace {
+
+using kernels::cuda::Entries;
+using kernels::cuda::KernelEntry;
+
+const char* DTypeName(kernels::DType dtype) {
+  return dtype == kernels::DType::kFloat16    ? "float16"
+         : dtype == kernels::DType::kBFloat16 ? "bfloat16"
+                                              : "float32";
+}
+
+struct Arch {
+  int major;
+  int minor;
+};
+
+/*! \brief Compute capability of a device, asked once; false when no CUDA unit is loaded yet. */
+bool DeviceArch(const Checker& check, int device_id, Arch* arch) {
+  static std::mutex mutex;
+  static std::vector<Arch> known;  // by device id; major 0 means unknown
+  std::lock_guard<std::mutex> lock(mutex);
+  if (device_id < static_cast<int>(known.size()) && known[device_id].major != 0) {
+    *arch = known[device_id];
+    return true;
+  }
+  // Which archs a unit was compiled for does not matter here: this entry is host code.
+  for (const KernelEntry* entry = Entries(); entry != nullptr; entry = entry->next) {
+    if (std::string(entry->name) != "device_arch") continue;
+    auto device_arch = reinterpret_cast<kernels::cuda::DeviceArchFn>(entry->function);
+    Launch(check, device_arch, device_id, &arch->major, &arch->minor);
+    if (device_id >= static_cast<int>(known.size())) known.resize(device_id + 1, Arch{0, 0});
+    known[device_id] = *arch;
+    return true;
+  }
+  return false;
+}
+
+void* Lookup(const Checker& check, const std::string& name, DLDevice device, Arch* arch) {
+  if (!DeviceArch(check, device.device_id, arch)) return nullptr;
+  return kernels::cuda::Find(name, arch->major, arch->minor);
+}
+
+std::string Available() {
+  std::set<std::string> names;
+  for (const KernelEntry* entry = Entries(); entry != nullptr; entry = entry->next) {
+    if (std::string(entry->name).find(':') == std::string::npos) continue;
+    names.insert(std::string(entry->name) + " (sm_" + entry->archs + ")");
+  }
+  if (names.empty()) return "none";
+  std::ostringstream text;
+  const char* separator = "";
+  for (const std::string& name : names) {
+    text << separator << name;
+    separator = ", ";
+  }
+  return text.str();
+}
+
+}  // namespace
+
+kernels::CudaStream CurrentStream(DLDevice device) {
+  return {device.device_id, TVMFFIEnvGetStream(kDLCUDA, device.device_id)};
+}
+
+void* RequireKernel(const Checker& check, const std::string& name, const UnitSpec& spec,
+                    DLDevice device) {
+  Arch arch{0, 0};
+  void* function = Lookup(check, name, device, &arch);
+  if (function != nullptr) return function;
+  // The Python package registers this function; it builds the unit with nvcc, loads it with
+  // flashinfer.load_kernels, and raises when it cannot.
+  static const char* kRequest = "flashinfer.request_kernels";
+  auto request = tvm::ffi::Function::GetGlobal(kRequest);
+  if (request.has_value()) {
+    (*request)(spec.kind, DTypeName(spec.dtype), spec.head_dim_qk, spec.head_dim_vo,
+               device.device_id);
+    function = Lookup(check, name, device, &arch);
+    if (function != nullptr) return function;
+  }
+  std::ostringstream message;
+  message << "no CUDA kernel `" << name << "` is loaded for cuda:" << device.device_id;
+  if (arch.major != 0) message << " (sm_" << arch.major << arch.minor << ")";
+  message << "; loaded attention kernels: " << Available()
+          << ". Build them with `tvm-flashinfer build` on a machine with nvcc, or pass CPU tensors";
+  check.FailRuntime(message.str());
+}
+
+std::vector<int32_t> ReadBack(const Checker& check, const TensorView& tensor) {
+  std::vector<int32_t> values(tensor.numel());
+  if (values.empty()) return values;
+  auto read_back = RequireCommon<kernels::cuda::ReadBackFn>(check, "read_back", tensor.device());
+  Launch(check, read_back, DataOf(tensor), static_cast<void*>(values.data()),
+         static_cast<int64_t>(values.size() * sizeof(int32_t)), CurrentStream(tensor.device()));
+  return values;
+}
+
+}  // namespace ops
+}  // namespace tvm_flashinfer

@@ -1,0 +1,51 @@
+// The CUDA kernel for a call: found in the table, or built on request, or an error that says how to
+// get it.
+#ifndef TVM_FLASHINFER_OPS_CUDA_KERNELS_H_
+#define TVM_FLASHINFER_OPS_CUDA_KERNELS_H_
+
+#include <string>
+#include <vector>
+
+#include "../kernels/cuda/kernel_table.h"
+#include "checks.h"
+
+namespace tvm_flashinfer {
+namespace ops {
+
+/*! \brief TVM's current stream of a CUDA device. */
+kernels::CudaStream CurrentStream(DLDevice device);
+
+/*! \brief A unit of kernels, as the Python package spells its specs. */
+struct UnitSpec {
+  const char* kind;  // "common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode"
+  kernels::DType dtype;
+  int head_dim_qk;
+  int head_dim_vo;
+};
+
+/*! \brief The unit of the functions that serve every dtype and head_dim. */
+constexpr UnitSpec kCommonUnit{"common", kernels::DType::kFloat16, 0, 0};
+
+/*! \brief A launcher that runs on `device`, or a RuntimeError. `spec` is the unit that holds it. */
+void* RequireKernel(const Checker& check, const std::string& name, const UnitSpec& spec,
+                    DLDevice device);
+
+template <typename Fn>
+Fn RequireCommon(const Checker& check, const char* name, DLDevice device) {
+  return reinterpret_cast<Fn>(RequireKernel(check, name, kCommonUnit, device));
+}
+
+/*! \brief Raise what a launcher reported. */
+template <typename Fn, typename... Args>
+void Launch(const Checker& check, Fn function, Args&&... args) {
+  char error[kernels::cuda::kErrorSize] = "";
+  if (function(std::forward<Args>(args)..., error) != 0) check.FailRuntime(error);
+}
+
+/*! \brief A host copy of an int32 device tensor; waits for the work of the current stream. */
+std::vector<int32_t> ReadBack(const Checker& check, const TensorView& tensor);
+
+}  // namespace ops
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_OPS_CUDA_KERNELS_H_

@@ -1,0 +1,79 @@
+// The functions behind the `flashinfer.*` globals; docs/ops.md is their reference. Each checks its
+// arguments, chooses the kernel by the device of its tensors, and launches it.
+#ifndef TVM_FLASHINFER_OPS_OPS_H_
+#define TVM_FLASHINFER_OPS_OPS_H_
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <cstdint>
+
+namespace tvm_flashinfer {
+namespace ops {
+
+using tvm::ffi::Array;
+using tvm::ffi::Function;
+using tvm::ffi::Optional;
+using tvm::ffi::String;
+using tvm::ffi::TensorView;
+
+Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_workspace,
+                                TensorView pinned_int_workspace, TensorView qo_indptr,
+                                TensorView kv_indptr, TensorView kv_len, int64_t total_num_rows,
+                                int64_t batch_size, int64_t num_qo_heads, int64_t num_kv_heads,
+                                int64_t page_size, bool enable_cuda_graph, int64_t head_dim_qk,
+                                int64_t head_dim_vo, bool causal, int64_t window_left,
+                                int64_t fixed_split_size, bool disable_split_kv,
+                                int64_t num_colocated_ctas);
+
+void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan,
+                          TensorView q, TensorView k_pages, TensorView v_pages,
+                          TensorView qo_indptr, TensorView page_indptr, TensorView page_indices,
+                          TensorView last_page_len, TensorView o, Optional<TensorView> lse,
+                          int64_t mask_mode, int64_t layout, int64_t window_left, bool enable_pdl,
+                          double sm_scale, double rope_rcp_scale, double rope_rcp_theta);
+
+void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
+                           Array<int64_t> plan, TensorView q, TensorView k, TensorView v,
+                           TensorView qo_indptr, TensorView kv_indptr, TensorView o,
+                           Optional<TensorView> lse, int64_t mask_mode, int64_t layout,
+                           int64_t window_left, bool enable_pdl, double sm_scale,
+                           double rope_rcp_scale, double rope_rcp_theta);
+
+Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_workspace,
+                               TensorView pinned_int_workspace, TensorView page_indptr,
+                               int64_t batch_size, int64_t num_qo_heads, int64_t num_kv_heads,
+                               int64_t page_size, bool enable_cuda_graph, int64_t window_left,
+                               double logits_soft_cap, int64_t head_dim_qk, int64_t head_dim_vo,
+                               TensorView empty_q, TensorView empty_kv);
+
+void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan,
+                    TensorView q, TensorView k_pages, TensorView v_pages, TensorView page_indptr,
+                    TensorView page_indices, TensorView last_page_len, TensorView o,
+                    Optional<TensorView> lse, int64_t layout, int64_t window_left, bool enable_pdl,
+                    double sm_scale, double rope_rcp_scale, double rope_rcp_theta);
+
+void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, TensorView v_merged,
+                TensorView s_merged);
+void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorView s_other);
+
+void SplitQKVRotary(TensorView qkv, TensorView position_map, TensorView q, TensorView k,
+                    TensorView v, int64_t apply_rope, double rope_theta, double rope_scale,
+                    int64_t rotary_dim, String rope_scaling);
+Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary_dim,
+                            String rope_scaling, int64_t support_sliding_window);
+
+void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView position_map);
+void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length);
+void CompactKVCopy(TensorView pages, TensorView copy_length_indptr, TensorView src_dst_pos,
+                   int64_t batch_size);
+void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorView v,
+                int64_t layer_id);
+
+}  // namespace ops
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_OPS_OPS_H_

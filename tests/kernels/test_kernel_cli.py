@@ -1,0 +1,102 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from build_sandbox import compilations
+from click.testing import CliRunner
+
+from tvm_flashinfer.cli import main
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, arguments)
+
+
+def test_build(sandbox, cache_dir):
+    result = invoke("build", "--dtype", "fp16", "--head-dim", "128", "--arch", "sm_80", "-j", "2")
+    assert result.exit_code == 0
+    names = result.stdout.splitlines()[:4]
+    assert names[0] == "common_sm80"
+    assert names[3] == "batch_decode_f16_d128_sm80"
+    assert "[4/4]" in result.stderr
+    assert str(cache_dir / "libraries") in result.stdout.splitlines()[-1]
+    again = invoke("build", "--preset", "fp16-d128", "--arch", "80")
+    assert again.exit_code == 0
+    assert again.stderr == ""
+    assert len(compilations(sandbox)) == 4
+
+
+def test_build_fails(sandbox, csrc):
+    (csrc / "kernels" / "cuda" / "units" / "common.cu").write_text("broken")
+    result = invoke("build", "--preset", "common", "--arch", "80")
+    assert result.exit_code == 1
+    assert "common_sm80: the build failed" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "llama"], "'llama' is not one of"),
+        (["--preset", "all", "--dtype", "float16"], "give one or the other"),
+        (["--head-dim", "96"], "head_dim is 96; there are kernels for 64, 128, 256"),
+        (["--arch", "75"], "8.0 (Ampere) or newer"),
+        (["--jobs", "0"], "0 is not in the range"),
+    ],
+)
+def test_usage_errors(sandbox, arguments, message):
+    result = invoke("build", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert compilations(sandbox) == []
+
+
+def test_dry_run(sandbox, cache_dir):
+    result = invoke("build", "--preset", "all", "--arch", "80,90a", "--dry-run")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 19
+    assert not cache_dir.exists()
+
+
+def test_cache(sandbox, cache_dir):
+    assert invoke("cache", "dir").stdout.strip() == str(cache_dir)
+    assert "0 files" in invoke("cache", "list").stdout
+    invoke("build", "--preset", "common", "--arch", "80")
+    listing = invoke("cache", "list").stdout
+    assert "common_sm80" in listing
+    assert "2 files" in listing
+    assert "removed 0 files" in invoke("cache", "prune").stdout
+    assert "removed 2 files" in invoke("cache", "prune", "--all").stdout
+    assert "0 files" in invoke("cache", "list").stdout
+
+
+def test_doctor(sandbox, cache_dir, headers_dir):
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["nvcc"]["version"] == "12.8.93"
+    assert found["flashinfer_headers"]["path"] == str(headers_dir)
+    assert found["cache"]["path"] == str(cache_dir)
+    assert found["problems"] == []
+    assert "can be built" in invoke("doctor").stdout
+
+
+def test_doctor_where_everything_is_broken(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDACXX", "no-such-nvcc")
+    monkeypatch.setenv("TVM_FLASHINFER_FLASHINFER_DIR", str(tmp_path / "none"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TVM_FLASHINFER_CACHE_DIR", str(tmp_path / "file"))
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert "problem: no-such-nvcc is not a working nvcc" in result.stdout
+    assert "does not hold FlashInfer's headers" in result.stdout
+    assert "is not a folder" in result.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["build"], ["cache"], ["cache", "prune"], ["doctor"]])
+def test_help(command):
+    assert invoke(*command, "--help").exit_code == 0

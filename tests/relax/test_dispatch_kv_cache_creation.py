@@ -1,0 +1,426 @@
+"""The pass that turns the generic creation of a paged KV cache into ours and TVM's."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tvm
+from tvm import relax as rx
+from tvm import tirx
+from tvm.ir import assert_structural_equal
+from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
+from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+from tvm_flashinfer.relax import (
+    CompileReport,
+    DispatchKVCacheCreation,
+    FallbackWarning,
+    KVCacheCallError,
+    StrictModeError,
+    last_report,
+)
+from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW, StringImm
+
+OURS = "create_flashinfer_paged_kv_cache"
+TVMS = "create_tir_paged_kv_cache"
+SIZES = [
+    "max_batch_size",
+    "max_total_seq_len",
+    "prefill_chunk_size",
+    "page_size",
+    "support_sliding_window",
+]
+
+
+def names(mod: tvm.IRModule) -> set[str]:
+    return {var.name_hint for var in mod.get_global_vars()}
+
+
+def parameters() -> tuple[list[tirx.Var], list[rx.Var]]:
+    sizes = [tirx.Var(size, "int64") for size in SIZES]
+    return sizes, [rx.Var(f"{var.name}_", rx.ShapeType([var])) for var in sizes]
+
+
+def tir(name: str, builder: rx.BlockBuilder, suffix: str, *args: Any, **kwargs: Any) -> rx.Tuple:
+    factories = {
+        "tir_attention_prefill_sliding_window": "_attention_prefill",
+        "tir_attention_decode_sliding_window": "_attention_decode",
+        "tir_attention_prefill_with_tree_mask_with_paged_kv_cache": "tree_attn_with_paged_kv_cache",
+        "tir_attention_prefill_with_tree_mask": "tree_attn",
+    }
+    function = getattr(tvm_kv_cache, factories[name] + suffix)(*args, **kwargs)
+    return rx.Tuple([StringImm("tirx"), builder.add_func(function, name + suffix)])
+
+
+def add_expected_ours(builder: rx.BlockBuilder, target: tvm.target.Target) -> None:
+    """The creation function of Llama-3-8B, spelt out."""
+    sizes, params = parameters()
+    on_target = () if target.kind.name == "llvm" else (target,)
+    suffix = "_cpu" if target.kind.name == "llvm" else ""
+    window = {"sliding_window_size": 1024} if HAS_LAYER_WINDOW else {}
+    shape = (8, 32, 128, "float16")
+
+    def planned(run: str, plan: str) -> rx.Tuple:
+        functions = [rx.ExternFunc(f"flashinfer.{name}") for name in (run, plan)]
+        return rx.Tuple([StringImm("flashinfer"), *functions])
+
+    with builder.function(OURS, params, attrs={"num_input": 5}):
+        with builder.dataflow():
+            rotary = builder.emit(
+                rx.call_pure_packed(
+                    "flashinfer.bind_split_qkv_rotary",
+                    rx.prim_value(500000.0),
+                    rx.prim_value(1.0),
+                    rx.prim_value(128),
+                    StringImm("{}"),
+                    sizes[4],
+                    ty_args=rx.AnyType(),
+                )
+            )
+            cache = rx.call_pure_packed(
+                "vm.builtin.paged_attention_kv_cache_create",
+                rx.ShapeExpr([*sizes, 1024] if HAS_LAYER_WINDOW else sizes),
+                rx.ShapeExpr([0, 32]),
+                rx.prim_value(32),
+                rx.prim_value(8),
+                rx.prim_value(128),
+                rx.prim_value(128),
+                rx.ShapeExpr([0] * 32),
+                rx.prim_value(False),
+                rx.prim_value(1),
+                rx.prim_value(1),
+                rx.prim_value(500000.0),
+                rx.prim_value(0),
+                rx.op.zeros((), "float16"),
+                rx.ExternFunc("flashinfer.append_paged_kv_cache"),
+                rx.prim_value(0),
+                planned("batch_prefill_ragged_run", "batch_prefill_plan"),
+                planned("batch_prefill_paged_run", "batch_prefill_plan"),
+                planned("batch_decode_run", "batch_decode_plan"),
+                tir(
+                    "tir_attention_prefill_sliding_window",
+                    builder,
+                    suffix,
+                    *shape,
+                    True,
+                    {},
+                    *on_target,
+                    **window,
+                ),
+                tir(
+                    "tir_attention_decode_sliding_window",
+                    builder,
+                    suffix,
+                    *shape,
+                    True,
+                    {},
+                    *on_target,
+                ),
+                tir(
+                    "tir_attention_prefill_with_tree_mask_with_paged_kv_cache",
+                    builder,
+                    suffix,
+                    *shape,
+                    {},
+                    *on_target,
+                ),
+                tir(
+                    "tir_attention_prefill_with_tree_mask", builder, suffix, *shape, {}, *on_target
+                ),
+                rx.Tuple([]),
+                rx.Tuple([rx.ExternFunc("flashinfer.merge_state_in_place")] * 2),
+                rotary,
+                rx.ExternFunc("flashinfer.copy_single_page"),
+                rx.ExternFunc("flashinfer.debug_get_kv"),
+                rx.ExternFunc("flashinfer.compact_kv_copy"),
+                ty_args=rx.AnyType(),
+            )
+            output = builder.emit_output(cache)
+        builder.emit_func_output(output)
+
+
+def add_expected_tvms(builder: rx.BlockBuilder, target: tvm.target.Target) -> None:
+    """TVM's own cache, made by TVM's own class."""
+    sizes, params = parameters()
+    with builder.function(TVMS, params, attrs={"num_input": 5}):
+        with builder.dataflow():
+            cache = tvm_kv_cache.TIRPagedKVCache(
+                "mha",
+                *sizes,
+                layer_partition=rx.ShapeExpr([0, 32]),
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                qk_head_dim=128,
+                v_head_dim=128,
+                mla_original_qk_head_dim=0,
+                mla_original_v_head_dim=0,
+                rope_mode=RopeMode.NORMAL,
+                rope_scale=1,
+                rope_theta=500000.0,
+                rope_scaling={},
+                rope_ext_factors=rx.prim_value(0),
+                rotary_dim=128,
+                enable_disaggregation=False,
+                dtype="float16",
+                target=target,
+            )
+            output = builder.emit_output(cache._expr)
+        builder.emit_func_output(output)
+
+
+@pytest.mark.parametrize("kind", ["llvm", "cuda"])
+def test_rewrites_to_both_caches(kind: str, generic_module, module_builder, request) -> None:
+    target = request.getfixturevalue(kind)
+    before = generic_module()
+    rx.analysis.well_formed(before)
+
+    builder = rx.BlockBuilder()
+    module_builder[1](builder)
+    add_expected_ours(builder, target)
+    add_expected_tvms(builder, target)
+    expected = builder.get()
+
+    dispatch = DispatchKVCacheCreation(target, ship="shared")
+    after = dispatch(before)
+    rx.analysis.well_formed(after)
+    report = after["flashinfer_report"].body.body.value
+    assert CompileReport.from_json(report) == dispatch.report == last_report()
+    assert after.attrs["tvm_flashinfer.report"] == report
+    functions = {v: f for v, f in after.functions_items() if v.name_hint != "flashinfer_report"}
+    assert_structural_equal(tvm.IRModule(functions), expected)
+
+
+def test_other_functions_are_the_same_objects(generic_module, llvm) -> None:
+    before = generic_module()
+    after = DispatchKVCacheCreation(llvm)(before)
+    assert after["embed"].same_as(before["embed"])
+    assert "create_paged_kv_cache" in names(before), "the input must not be changed"
+    assert "create_paged_kv_cache" not in names(after)
+
+
+def test_module_without_the_call_is_returned_as_it_is(module_builder, llvm) -> None:
+    builder = rx.BlockBuilder()
+    module_builder[1](builder)
+    before = builder.get()
+    dispatch = DispatchKVCacheCreation(llvm)
+    after = dispatch(before)
+    assert_structural_equal(after, before)
+    assert names(after) == {"embed"}
+    assert dispatch.report is None
+
+
+def test_function_of_that_name_without_the_call_stays(llvm) -> None:
+    builder = rx.BlockBuilder()
+    with builder.function("create_paged_kv_cache", []):
+        builder.emit_func_output(rx.call_pure_packed("other.create", ty_args=rx.AnyType()))
+    before = builder.get()
+    assert_structural_equal(DispatchKVCacheCreation(llvm)(before), before)
+
+
+def test_second_run_changes_nothing(generic_module, llvm) -> None:
+    once = DispatchKVCacheCreation(llvm)(generic_module())
+    assert_structural_equal(DispatchKVCacheCreation(llvm)(once), once)
+
+
+def test_two_creation_functions(module_builder, llvm) -> None:
+    builder = rx.BlockBuilder()
+    module_builder[0](builder)
+    module_builder[0](builder, "make_draft_cache", num_hidden_layers=2, qk_head_dim=64, v_head_dim=64, rotary_dim=64)
+    dispatch = DispatchKVCacheCreation(llvm)
+    after = dispatch(builder.get())
+    rx.analysis.well_formed(after)
+    created = {OURS, TVMS, "make_draft_cache_flashinfer", "make_draft_cache_tir"}
+    assert created <= names(after)
+    assert {row.site for row in dispatch.report.rows} == {OURS, "make_draft_cache_flashinfer"}
+
+
+def test_attributes_are_kept(generic_module, llvm) -> None:
+    before = generic_module().with_attr("model", "llama")
+    after = DispatchKVCacheCreation(llvm)(before)
+    assert after.attrs["model"] == "llama"
+    for name in (OURS, TVMS):
+        assert after[name].attrs["num_input"] == 5
+        assert after[name].attrs["global_symbol"] == name
+
+
+def test_bindings_around_the_call_are_kept(module_builder, llvm) -> None:
+    """The function is rewritten, not made anew."""
+    builder = rx.BlockBuilder()
+    module_builder[0](builder)
+    function = builder.get()["create_paged_kv_cache"]
+    cache = function.body.body
+    probe = rx.Var("probe", rx.AnyType())
+    call = rx.call_pure_packed("test.observe", cache, ty_args=rx.AnyType())
+    blocks = [*function.body.blocks, rx.BindingBlock([rx.VarBinding(probe, call)])]
+    function = rx.Function(
+        function.params, rx.SeqExpr(blocks, probe), rx.AnyType(), True, function.attrs
+    )
+    before = tvm.IRModule({"create_paged_kv_cache": function})
+    rx.analysis.well_formed(before)
+    after = DispatchKVCacheCreation(llvm)(before)
+    rx.analysis.well_formed(after)
+    for name in (OURS, TVMS):
+        value = after[name].body.blocks[-1].bindings[-1].value
+        assert value.args[0].global_symbol == "test.observe"
+        assert value.args[1].same_as(after[name].body.blocks[0].bindings[-1].var)
+
+
+def test_target_of_the_context(generic_module, llvm) -> None:
+    with llvm:
+        after = DispatchKVCacheCreation()(generic_module())
+    assert OURS in names(after)
+
+
+def test_no_target_says_so(generic_module) -> None:
+    with pytest.raises(ValueError, match="target is not known"):
+        DispatchKVCacheCreation()(generic_module())
+
+
+def test_unsupported_cache_is_tvms_with_reasons(generic_module, cuda) -> None:
+    changes = {"qk_head_dim": 80, "v_head_dim": 80, "rotary_dim": 80}
+    dispatch = DispatchKVCacheCreation(cuda)
+    with pytest.warns(FallbackWarning, match="head_dim is 80"):
+        after = dispatch(generic_module(**changes))
+    rx.analysis.well_formed(after)
+    assert OURS not in names(after)
+    assert TVMS in names(after)
+    (row,) = dispatch.report.rows
+    assert (row.site, row.slot, row.status) == (OURS, "all", "fallback")
+    assert any("head_dim is 80" in reason for reason in row.reasons)
+    assert "external_mods" not in after.attrs
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_strict_raises_with_reasons(how, generic_module, cuda, monkeypatch) -> None:
+    strict = True
+    if how == "environment":
+        monkeypatch.setenv("TVM_FLASHINFER_STRICT", "1")
+        strict = None
+    changes = {"rope_scaling": {"rope_type": "yarn"}, "dtype": "float32"}
+    with pytest.raises(StrictModeError, match="yarn.*\n.*float32") as caught:
+        DispatchKVCacheCreation(cuda, strict=strict)(generic_module(**changes))
+    assert len(caught.value.reasons) == 2
+
+
+def test_strict_objects_to_layers_that_slide(generic_module, llvm) -> None:
+    kinds = ["mha_sliding", "mha"]
+    mod = generic_module(attn_kind=kinds, num_hidden_layers=2)
+    with pytest.raises(StrictModeError, match="slot prefill_sliding_window"):
+        DispatchKVCacheCreation(llvm, strict=True)(mod)
+    assert OURS in names(DispatchKVCacheCreation(llvm)(mod))
+
+
+def test_strict_passes_a_supported_cache(generic_module, llvm) -> None:
+    assert OURS in names(DispatchKVCacheCreation(llvm, strict=True)(generic_module()))
+
+
+def test_wrong_number_of_arguments(generic_module, llvm) -> None:
+    mod = generic_module(edit=lambda args: args[:16] + args[17:])
+    with pytest.raises(KVCacheCallError, match="called with 17 arguments.*Expected 18: attn_kind"):
+        DispatchKVCacheCreation(llvm)(mod)
+
+
+def test_call_in_a_branch_is_refused(module_builder, llvm) -> None:
+    builder = rx.BlockBuilder()
+    module_builder[0](builder)
+    inner = builder.get()["create_paged_kv_cache"]
+    which = rx.Var("which", rx.TensorType([], "bool"))
+    value = inner.body.blocks[0].bindings[0].value
+    output = rx.Var("output", rx.AnyType())
+    branches = [rx.SeqExpr([rx.BindingBlock([rx.VarBinding(v := rx.Var("c", rx.AnyType()), value)])], v) for _ in range(2)]
+    block = rx.BindingBlock([rx.VarBinding(output, rx.If(which, *branches))])
+    function = rx.Function([*inner.params, which], rx.SeqExpr([block], output), rx.AnyType())
+    mod = tvm.IRModule({"create_paged_kv_cache": function.with_attr("global_symbol", "create_paged_kv_cache")})
+    with pytest.raises(KVCacheCallError, match="0 calls .* outside of branches"):
+        DispatchKVCacheCreation(llvm)(mod)
+
+
+def test_creation_called_from_the_module_is_refused(generic_module, llvm) -> None:
+    mod = generic_module()
+    builder = rx.BlockBuilder(mod)
+    _, params = parameters()
+    with builder.function("main", params):
+        builder.emit_func_output(
+            rx.Call(mod.get_global_var("create_paged_kv_cache"), params)
+        )
+    with pytest.raises(KVCacheCallError, match="main calls create_paged_kv_cache"):
+        DispatchKVCacheCreation(llvm)(builder.get())
+
+
+@pytest.fixture
+def fake_kernels(monkeypatch, tmp_path) -> list[list[Any]]:
+    """Stands in for the build of kernels; holds the specs of each build."""
+    from tvm_flashinfer import kernels
+
+    builds: list[list[Any]] = []
+
+    def build_model_object(specs: list[Any]) -> Any:
+        builds.append(list(specs))
+        path = tmp_path / "kernels.o"
+        path.write_bytes(b"")
+        return path
+
+    monkeypatch.setattr(kernels, "build_model_object", build_model_object)
+    return builds
+
+
+def test_cuda_is_self_contained_by_default(generic_module, cuda, fake_kernels) -> None:
+    earlier = tvm.runtime.load_static_library(__file__, func_names=[])
+    before = generic_module().with_attr("external_mods", [earlier])
+    dispatch = DispatchKVCacheCreation(cuda)
+    after = dispatch(before)
+    attached = list(after.attrs["external_mods"])
+    assert len(attached) == 2
+    assert attached[0].same_as(earlier)
+    assert dispatch.report.ship == "self-contained"
+    (specs,) = fake_kernels
+    assert [spec.name for spec in specs] == [
+        "common_sm90a",
+        "batch_prefill_paged_f16_d128_sm90a",
+        "batch_prefill_ragged_f16_d128_sm90a",
+        "batch_decode_f16_d128_sm90a",
+    ]
+
+
+def test_caches_share_one_object(module_builder, cuda, fake_kernels, monkeypatch) -> None:
+    monkeypatch.setenv("MLC_MULTI_ARCH", "80,90a")
+    builder = rx.BlockBuilder()
+    module_builder[0](builder)
+    module_builder[0](builder, "create_draft_cache", num_hidden_layers=1)
+    after = DispatchKVCacheCreation(cuda)(builder.get())
+    assert len(after.attrs["external_mods"]) == 1
+    (specs,) = fake_kernels
+    assert len(specs) == len(set(specs)) == 4
+    assert all(spec.archs == ("80", "90a") for spec in specs)
+
+
+def test_shared_attaches_nothing(generic_module, cuda, fake_kernels) -> None:
+    after = DispatchKVCacheCreation(cuda, ship="shared")(generic_module())
+    assert "external_mods" not in after.attrs
+    assert fake_kernels == []
+
+
+@pytest.mark.parametrize(
+    ("ship", "message"), [("static", "expected 'self-contained'"), ("self-contained", "llvm")]
+)
+def test_wrong_ship(ship: str, message: str, generic_module, llvm) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DispatchKVCacheCreation(llvm, ship=ship)(generic_module())
+
+
+def test_linear_scaling_of_tvms_cache_is_its_scale(generic_module, llvm) -> None:
+    """TVM has no linear RoPE scaling; dividing the positions is the same."""
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    after = DispatchKVCacheCreation(llvm)(generic_module(**linear))
+    same = DispatchKVCacheCreation(llvm)(generic_module(rope_scale=0.25))
+    assert_structural_equal(after[TVMS], same[TVMS], map_free_vars=True)
+
+
+def test_kernels_are_not_imported_for_shared(generic_module, llvm, monkeypatch) -> None:
+    broken = ModuleType("tvm_flashinfer.kernels.build")
+    monkeypatch.setitem(sys.modules, "tvm_flashinfer.kernels.build", broken)
+    assert OURS in names(DispatchKVCacheCreation(llvm)(generic_module()))

@@ -1,0 +1,118 @@
+"""The reasons why a cache cannot be served."""
+
+from __future__ import annotations
+
+import pytest
+import tvm
+from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+from tvm_flashinfer.relax import parse_generic_call, unsupported_reasons
+from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def reasons_of(mod, target, window: int = 1024) -> list[str]:
+    call = mod["create_paged_kv_cache"].body.blocks[0].bindings[0].value
+    return unsupported_reasons(
+        parse_generic_call(call, layer_sliding_window_size=window), target
+    )
+
+
+@pytest.mark.parametrize("kind", ["cuda", "llvm"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"qk_head_dim": 64, "v_head_dim": 64, "rotary_dim": 64},
+        {"qk_head_dim": 256, "v_head_dim": 256, "rotary_dim": 64},
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": {"rope_type": "gptj"}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "default"}},
+        {"num_attention_heads": 24},
+        {"attn_kind": ["mha_sliding", "mha"], "num_hidden_layers": 2},
+        # Models without RoPE leave values in its arguments that mean nothing.
+        {"rope_mode": int(RopeMode.NONE), "rope_theta": -1, "rope_scale": -1},
+    ],
+)
+def test_supported(changes, kind, generic_module, request) -> None:
+    assert reasons_of(generic_module(**changes), request.getfixturevalue(kind)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"attn_kind": "mla"}, "MLA is not served yet"),
+        ({"num_attention_heads": 31}, "num_attention_heads is 31"),
+        ({"v_head_dim": 64}, "v_head_dim is 64 and qk_head_dim is 128"),
+        ({"rope_mode": int(RopeMode.INLINE)}, "rope_mode is inline"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "llama4"}}, "'llama4'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "no 'rope_type'"),
+        ({"rope_scaling": {"factor": 2.0}}, "no 'rope_type'"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0"),
+        ({"rotary_dim": 63}, "rotary_dim is 63"),
+        ({"rotary_dim": 130}, "rotary_dim is 130"),
+        ({"rope_ext_factors": [1.0]}, "rope_ext_factors are given"),
+        ({"enable_disaggregation": True}, "enable_disaggregation is set"),
+        ({"dtype": "float8_e4m3fn"}, "the dtype is float8_e4m3fn"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cuda", "llvm"])
+def test_one_reason(changes, expected, kind, generic_module, request) -> None:
+    (reason,) = reasons_of(generic_module(**changes), request.getfixturevalue(kind))
+    assert expected in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dtype": "float32"}, "the dtype is float32"),
+        ({"qk_head_dim": 80, "v_head_dim": 80, "rotary_dim": 80}, "head_dim is 80"),
+    ],
+)
+def test_only_the_cpu_serves(changes, expected, generic_module, cuda, llvm) -> None:
+    mod = generic_module(**changes)
+    assert reasons_of(mod, llvm) == []
+    (reason,) = reasons_of(mod, cuda)
+    assert expected in reason
+
+
+def test_several_reasons(generic_module, cuda) -> None:
+    mod = generic_module(dtype="float32", rotary_dim=7, enable_disaggregation=True)
+    assert len(reasons_of(mod, cuda)) == 3
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_70"])
+def test_old_gpu(arch, generic_module) -> None:
+    (reason,) = reasons_of(generic_module(), tvm.target.Target({"kind": "cuda", "arch": arch}))
+    assert "Ampere" in reason
+
+
+def test_old_gpu_among_several(generic_module, cuda, monkeypatch) -> None:
+    monkeypatch.setenv("MLC_MULTI_ARCH", "75,80,90a")
+    (reason,) = reasons_of(generic_module(), cuda)
+    assert "'75'" in reason
+
+
+@pytest.mark.parametrize("kind", ["vulkan", "metal", "opencl"])
+def test_other_targets(kind, generic_module) -> None:
+    (reason,) = reasons_of(generic_module(), tvm.target.Target({"kind": kind}))
+    assert reason.startswith(f"the target is '{kind}'")
+
+
+def test_window_of_layers(generic_module, llvm) -> None:
+    mod = generic_module()
+    (reason,) = reasons_of(mod, llvm, window=0)
+    assert "must be positive" in reason
+    reasons = reasons_of(mod, llvm, window=512)
+    assert reasons == [] if HAS_LAYER_WINDOW else "fixes it at 1024" in reasons[0]

@@ -1,0 +1,31 @@
+"""FlashInfer's attention and paged-KV kernels under TVM.
+
+Importing this package registers the ``flashinfer.*`` packed functions; ``import tvm`` does the same
+where the package is installed, through TVM's entry points. `tvm_flashinfer.relax` has the passes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tvm_flashinfer import _native
+from tvm_flashinfer.hooks import disable, enable, unsupported_tvm
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "disable", "enable"]
+
+
+def _register() -> None:
+    """Register the functions, unless TVM's import is what brings us in: then the hook decides."""
+    tvm = sys.modules.get("tvm")
+    if tvm is not None:
+        if getattr(tvm.__spec__, "_initializing", False):
+            return
+        reason = unsupported_tvm()
+        if reason is not None:
+            raise ImportError(f"tvm_flashinfer cannot be used: {reason}")
+    _native.load()
+
+
+_register()

@@ -1,0 +1,54 @@
+"""The native library: found, loaded once, and connected to the kernel build."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import tvm_ffi
+
+#: Registered by the native library; its presence tells that it is loaded.
+_PROBE = "flashinfer.load_kernels"
+
+
+@functools.cache
+def load() -> Path:
+    """Load ``libtvm_flashinfer.so``, which registers the ``flashinfer.*`` globals.
+
+    Returns
+    -------
+    path : Path
+        The library that was loaded.
+
+    Raises
+    ------
+    ImportError
+        The package was installed without its native library, or another copy of it registered
+        the functions before.
+    """
+    from tvm_flashinfer.kernels.paths import native_library
+
+    path = native_library()
+    if tvm_ffi.get_global_func(_PROBE, allow_missing=True) is not None:
+        # A second registration of a name aborts the process.
+        raise ImportError(
+            f"the flashinfer.* functions were registered by another library; {path} was not loaded. "
+            "Load one copy of libtvm_flashinfer.so in a process."
+        )
+    tvm_ffi.load_module(path)
+    tvm_ffi.register_global_func("flashinfer.request_kernels", _request_kernels)
+    return path
+
+
+def _request_kernels(
+    kind: str, dtype: str, head_dim_qk: int, head_dim_vo: int, device_id: int
+) -> None:
+    """Build and load the unit that a call on a GPU needs; the native library asks for it."""
+    from tvm_flashinfer.kernels import KernelSpec, device_arch, load
+
+    arch = (device_arch(device_id),)
+    # The common unit comes along: it is needed by every call and compiles beside the other.
+    specs = {KernelSpec("common", archs=arch)}
+    if kind != "common":
+        specs.add(KernelSpec(kind, dtype, head_dim_qk, head_dim_vo, archs=arch))
+    load(sorted(specs, key=lambda spec: spec.name))

@@ -1,0 +1,136 @@
+"""What runs at ``import tvm``: registers ``flashinfer.*`` and puts our paged KV cache into TVM.
+
+TVM calls `_autoload` through the entry-point group ``tvm.backends``. ``TVM_FLASHINFER_DISABLE=1``
+turns this hook off, ``TVM_DEVICE_BACKEND_AUTOLOAD=0`` all of TVM's. `enable` is the hand-made way.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+#: Releases of TVM whose calling conventions are served.
+SUPPORTED_TVM = ((0, 26), (0, 27))
+
+_KV_CACHE = "tvm.relax.frontend.nn.llm.kv_cache"
+_CLASS = "FlashInferPagedKVCache"
+
+#: TVM's own class, while ours is in its place.
+_original: type | None = None
+
+
+class HookWarning(UserWarning):
+    """The hook at ``import tvm`` did not do its work."""
+
+
+def unsupported_tvm() -> str | None:
+    """Return why the imported TVM is not served, or None when it is."""
+    import tvm
+
+    match = re.match(r"(\d+)\.(\d+)", tvm.__version__)
+    if match and tuple(map(int, match.groups())) in SUPPORTED_TVM:
+        return None
+    served = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_TVM)
+    return (
+        f"apache-tvm is {tvm.__version__}; {served} are served, other releases call their KV cache's "
+        "functions in other ways. Install one of those"
+    )
+
+
+def enable() -> None:
+    """Register ``flashinfer.*`` and put our paged KV cache into the place of TVM's FlashInfer one.
+
+    A module of TVM that is not imported yet is changed when it is. Doing it twice does nothing.
+
+    Raises
+    ------
+    RuntimeError
+        When the imported TVM is not served.
+    """
+    reason = unsupported_tvm()
+    if reason is not None:
+        raise RuntimeError(reason)
+    from tvm_flashinfer import _native
+
+    _native.load()
+    from tvm import _RUNTIME_ONLY
+
+    if _RUNTIME_ONLY:
+        return
+    module = sys.modules.get(_KV_CACHE)
+    if module is not None:
+        _put_ours(module)
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def disable() -> None:
+    """Put TVM's FlashInfer cache back. The functions ``flashinfer.*`` stay registered."""
+    global _original
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WhenImported)]
+    if _original is not None:
+        setattr(sys.modules[_KV_CACHE], _CLASS, _original)
+        _original = None
+
+
+def _autoload() -> None:
+    if os.environ.get("TVM_FLASHINFER_DISABLE", "0") not in ("", "0"):
+        return
+    try:
+        enable()
+    except Exception as error:  # `import tvm` must work whatever is wrong with us
+        warnings.warn(
+            f"tvm_flashinfer is not active: {error}. TVM_FLASHINFER_DISABLE=1 turns it off",
+            HookWarning,
+            stacklevel=2,
+        )
+
+
+def _put_ours(module: ModuleType) -> None:
+    global _original
+    if _original is not None:
+        return
+    from tvm_flashinfer.relax.hooked_kv_cache import HookedPagedKVCache
+
+    _original = getattr(module, _CLASS)
+    setattr(module, _CLASS, HookedPagedKVCache)
+
+
+class _WhenImported(MetaPathFinder):
+    """Puts our class into TVM's module right after that has been imported.
+
+    The module takes a second to import and most programs never do, so the hook does not.
+    """
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname != _KV_CACHE:
+            return None
+        sys.meta_path.remove(self)
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_then_replace(module: ModuleType) -> None:
+            execute(module)
+            try:
+                _put_ours(module)
+            except Exception as error:  # the import is TVM's, and it succeeded
+                warnings.warn(
+                    f"TVM's FlashInfer cache stays in use: {error}", HookWarning, stacklevel=2
+                )
+
+        spec.loader.exec_module = execute_then_replace
+        return spec

@@ -1,0 +1,165 @@
+"""What this machine has for building and running kernels. Every probe is guarded: none can fail."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tvm_flashinfer.kernels.cache import KernelCache
+from tvm_flashinfer.kernels.errors import KernelError, UnsupportedKernelError
+from tvm_flashinfer.kernels.headers import FLASHINFER_VERSION, find_headers
+from tvm_flashinfer.kernels.spec import ARCHS, DEFAULT_ARCHS, arch_for_capability, parse_archs
+from tvm_flashinfer.kernels.toolchain import find_cxx, find_nvcc, missing_tools
+
+# Numbers of the CUDA driver's interface.
+_COMPUTE_CAPABILITY_MAJOR = 75
+_COMPUTE_CAPABILITY_MINOR = 76
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Return the GPUs of this machine: ``name`` and ``capability`` (major, minor) of each.
+
+    Asks the driver; a machine without one has none.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int()
+        if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+            return []
+        return [_gpu(driver, ordinal) for ordinal in range(count.value)]
+    except (OSError, AttributeError):
+        return []
+
+
+def _gpu(driver: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
+    device = ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(device), ordinal)
+    name = ctypes.create_string_buffer(256)
+    driver.cuDeviceGetName(name, len(name), device)
+    capability = []
+    for attribute in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR):
+        value = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        capability.append(value.value)
+    return {"name": name.value.decode(errors="replace"), "capability": capability}
+
+
+def default_archs() -> tuple[str, ...]:
+    """Return the architectures of this machine's GPUs, or `DEFAULT_ARCHS` when it has none."""
+    found = {arch_for_capability(*gpu["capability"]) for gpu in gpus()}
+    return parse_archs([arch for arch in found if arch]) or DEFAULT_ARCHS
+
+
+def device_arch(device_id: int) -> str:
+    """Return the architecture to compile for a GPU, such as ``"90a"``.
+
+    Parameters
+    ----------
+    device_id : int
+        Its number, as the CUDA runtime counts.
+
+    Raises
+    ------
+    UnsupportedKernelError
+        There is no such GPU, or no kernel runs on it.
+    """
+    found = gpus()
+    if not 0 <= device_id < len(found):
+        raise UnsupportedKernelError(
+            [f"the device is cuda:{device_id}; the CUDA driver shows {len(found)} GPUs"]
+        )
+    major, minor = found[device_id]["capability"]
+    arch = arch_for_capability(major, minor)
+    if arch is None:
+        raise UnsupportedKernelError(
+            [
+                f"cuda:{device_id}, {found[device_id]['name']}, has compute capability "
+                f"{major}.{minor}; there are kernels for {', '.join(ARCHS)}"
+            ]
+        )
+    return arch
+
+
+def environment() -> dict[str, Any]:
+    """Return what this machine has, as values that JSON can hold.
+
+    Returns
+    -------
+    environment : dict
+        Versions of this package, TVM and the tools; where the headers and the cache are; the GPUs;
+        and ``problems``, what keeps kernels from being built here. Parts that could not be found
+        out are None.
+    """
+    problems: list[str] = []
+    return {
+        "tvm_flashinfer": _version("tvm-flashinfer"),
+        "apache_tvm_ffi": _version("apache-tvm-ffi"),
+        "tvm": _guarded(_tvm, problems),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "nvcc": _guarded(_nvcc, problems),
+        "cxx": _guarded(_cxx, problems),
+        "flashinfer_version": FLASHINFER_VERSION,
+        "flashinfer_headers": _guarded(_flashinfer, problems),
+        "cache": _guarded(_cache, problems),
+        "gpus": gpus(),
+        "problems": problems + (_guarded(missing_tools, problems) or []),
+    }
+
+
+def _guarded(probe: Callable[[], Any], problems: list[str]) -> Any:
+    try:
+        return probe()
+    except KernelError as error:
+        if str(error) not in problems:
+            problems.append(str(error))
+    except Exception as error:  # a report is wanted most where things are broken
+        problems.append(f"{probe.__name__.strip('_')}: {type(error).__name__}: {error}")
+    return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tvm() -> str | None:
+    if importlib.util.find_spec("tvm") is None:
+        return None
+    names = importlib.metadata.packages_distributions().get("tvm", [])
+    return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(names)) or "not installed"
+
+
+def _nvcc() -> dict[str, Any] | None:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return None
+    return {"path": str(nvcc.path), "version": nvcc.release, "archs": list(nvcc.archs)}
+
+
+def _cxx() -> dict[str, str] | None:
+    found = find_cxx()
+    return None if found is None else {"path": str(found[0]), "version": found[1]}
+
+
+def _flashinfer() -> dict[str, str] | None:
+    headers = find_headers()
+    return None if headers is None else {"path": str(headers.root), "origin": headers.origin}
+
+
+def _cache() -> dict[str, Any]:
+    cache = KernelCache()
+    entries = cache.entries()
+    return {
+        "path": str(cache.root),
+        "bytes": sum(entry.size for entry in entries),
+        "kernels": [entry.name for entry in entries if entry.path.parent.name == "objects"],
+    }

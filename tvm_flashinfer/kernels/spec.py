@@ -1,0 +1,267 @@
+"""What a kernel unit is compiled for: its kind, dtype, head dimensions and architectures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm_flashinfer.kernels.errors import UnsupportedKernelError
+
+#: Kinds of units. Each is one source file, ``csrc/kernels/cuda/units/<kind>.cu``.
+KINDS = ("common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode")
+
+#: Kinds that are compiled once per dtype and head dimension.
+ATTENTION_KINDS = KINDS[1:]
+
+#: Dtypes with kernels: the C++ type that a unit is compiled with, and the short form in names.
+DTYPES: Mapping[str, tuple[str, str]] = {
+    "float16": ("half", "f16"),
+    "bfloat16": ("nv_bfloat16", "bf16"),
+}
+
+#: Head dimensions with kernels. Queries, keys and values have the same one.
+HEAD_DIMS = (64, 128, 256)
+
+#: Architectures with kernels. The FA2 kernels need nothing that is newer than 8.0, so Blackwell
+#: compiles them as they are. A name with "a" gives machine code for that one chip. 8.7, 8.8 and
+#: 11.0, which are embedded boards, are left out.
+ARCHS = (
+    "80", "86", "89", "90", "90a", "100", "100a", "103", "103a", "120", "120a", "121", "121a",
+)  # fmt: skip
+
+#: Architectures of a build that names none, on a machine without a GPU: A100 to RTX 40, and Hopper.
+DEFAULT_ARCHS = ("80", "90a")
+
+_DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16"}
+
+
+def normalize_dtype(dtype: str) -> str:
+    """Return TVM's name of a dtype: ``"fp16"``, ``"f16"`` and ``"half"`` are ``"float16"``.
+
+    A name that is not known is returned as it is; `unsupported_reasons` reports it.
+    """
+    name = dtype.strip().lower()
+    return _DTYPE_ALIASES.get(name, name)
+
+
+def normalize_arch(arch: str) -> str:
+    """Return an architecture as ``"90a"``, from ``"sm_90a"``, ``"compute_90a"`` or ``"9.0a"``.
+
+    A name that is not known is returned as it is; `unsupported_reasons` reports it.
+    """
+    name = re.sub(r"^(sm|compute)_?", "", arch.strip().lower())
+    return re.sub(r"^(\d+)\.(\d)([af]?)$", r"\1\2\3", name)
+
+
+def parse_archs(archs: str | Iterable[str]) -> tuple[str, ...]:
+    """Return architectures, without repeats and in order, from names or comma-separated lists."""
+    parts = [archs] if isinstance(archs, str) else list(archs)
+    names = {normalize_arch(name) for part in parts for name in re.split(r"[,;\s]+", part) if name}
+    return tuple(sorted(names, key=_arch_order))
+
+
+def arch_for_capability(major: int, minor: int) -> str | None:
+    """Return the architecture to compile for a GPU, or None when no kernel runs on it.
+
+    Parameters
+    ----------
+    major, minor : int
+        Compute capability, such as 9 and 0.
+    """
+    name = f"{major}{minor}"
+    if name == "90":
+        return "90a"
+    if name in ARCHS:
+        return name
+    return "80" if major == 8 else None
+
+
+def _arch_order(arch: str) -> tuple[int, str]:
+    match = re.match(r"\d+", arch)
+    return (int(match.group()) if match else 0, arch)
+
+
+@dataclass(frozen=True, order=True)
+class KernelSpec:
+    """One kernel unit: a source file compiled for a dtype, a head dimension and architectures.
+
+    Spellings are normalised (``"fp16"``, ``"sm_90a"``); support is not checked here, see
+    `unsupported_reasons`.
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`.
+    dtype : str, optional
+        ``"float16"`` or ``"bfloat16"``, of queries, keys, values and outputs. None for
+        ``"common"``.
+    head_dim_qk, head_dim_vo : int, optional
+        Head dimension of queries and keys, and of values and outputs. None for ``"common"``.
+        `head_dim_vo` is `head_dim_qk` when it is left out.
+    archs : tuple of str
+        GPU architectures, such as ``("80", "90a")``.
+    """
+
+    kind: str
+    dtype: str | None = None
+    head_dim_qk: int | None = None
+    head_dim_vo: int | None = None
+    archs: tuple[str, ...] = DEFAULT_ARCHS
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", normalize_dtype(self.dtype))
+        if self.head_dim_vo is None:
+            object.__setattr__(self, "head_dim_vo", self.head_dim_qk)
+        object.__setattr__(self, "archs", parse_archs(self.archs))
+
+    @property
+    def name(self) -> str:
+        """The stable name, such as ``"batch_prefill_paged_f16_d128_sm90a"``."""
+        parts = [self.kind]
+        if self.dtype is not None:
+            parts.append(DTYPES[self.dtype][1] if self.dtype in DTYPES else self.dtype)
+        if self.head_dim_qk is not None:
+            same = self.head_dim_vo == self.head_dim_qk
+            parts.append(f"d{self.head_dim_qk}" + ("" if same else f"x{self.head_dim_vo}"))
+        return "_".join(parts + [f"sm{arch}" for arch in self.archs])
+
+    @property
+    def source(self) -> str:
+        """The source file, relative to the ``csrc`` folder."""
+        return f"kernels/cuda/units/{self.kind}.cu"
+
+    @property
+    def definitions(self) -> dict[str, str]:
+        """The preprocessor definitions that the source file is compiled with."""
+        definitions = {"TVM_FLASHINFER_ARCHS": '"' + ",".join(self.archs) + '"'}
+        if self.dtype is not None:
+            definitions["TVM_FLASHINFER_DTYPE"] = DTYPES[self.dtype][0]
+            definitions["TVM_FLASHINFER_HEAD_DIM_QK"] = str(self.head_dim_qk)
+            definitions["TVM_FLASHINFER_HEAD_DIM_VO"] = str(self.head_dim_vo)
+        return definitions
+
+
+def unsupported_reasons(spec: KernelSpec) -> list[str]:
+    """Return why no kernel exists for a spec: one sentence each, none when it is supported.
+
+    Whether the installed nvcc knows the architectures is a question to the toolchain.
+    """
+    return [
+        *_kind_reasons(spec),
+        *_dtype_reasons(spec),
+        *_head_dim_reasons(spec),
+        *_arch_reasons(spec),
+    ]
+
+
+def check_supported(specs: Iterable[KernelSpec]) -> None:
+    """Raise `UnsupportedKernelError` with every reason why one of the specs has no kernel."""
+    reasons = dict.fromkeys(reason for spec in specs for reason in unsupported_reasons(spec))
+    if reasons:
+        raise UnsupportedKernelError(list(reasons))
+
+
+def check_same_archs(specs: Iterable[KernelSpec]) -> None:
+    """Raise `UnsupportedKernelError` when specs cannot be linked into one library.
+
+    Units have templates in common, of which the linker keeps one: that of the first unit, with
+    machine code for the architectures of that unit alone.
+    """
+    archs = list(dict.fromkeys(",".join(spec.archs) for spec in specs))
+    if len(archs) > 1:
+        raise UnsupportedKernelError(
+            [
+                "the kernels of one library need one list of architectures; got "
+                + " and ".join(archs)
+            ]
+        )
+
+
+def _kind_reasons(spec: KernelSpec) -> list[str]:
+    if spec.kind in KINDS:
+        return []
+    return [f"the kind is {spec.kind!r}; there are {', '.join(KINDS)}"]
+
+
+def _dtype_reasons(spec: KernelSpec) -> list[str]:
+    if spec.kind == "common":
+        return [] if spec.dtype is None else ["the unit 'common' has no dtype; leave it out"]
+    if spec.dtype in DTYPES:
+        return []
+    return [f"the dtype is {spec.dtype}; CUDA attention has {' and '.join(DTYPES)}"]
+
+
+def _head_dim_reasons(spec: KernelSpec) -> list[str]:
+    dims = (spec.head_dim_qk, spec.head_dim_vo)
+    if spec.kind == "common":
+        return [] if dims == (None, None) else ["the unit 'common' has no head_dim; leave it out"]
+    reasons = []
+    if spec.head_dim_qk not in HEAD_DIMS:
+        supported = ", ".join(map(str, HEAD_DIMS))
+        reasons.append(f"head_dim is {spec.head_dim_qk}; there are kernels for {supported}")
+    if spec.head_dim_qk != spec.head_dim_vo:
+        reasons.append(
+            f"head_dim is {spec.head_dim_qk} for queries and keys but {spec.head_dim_vo} for "
+            "values; there are kernels for equal ones only"
+        )
+    return reasons
+
+
+def _arch_reasons(spec: KernelSpec) -> list[str]:
+    if not spec.archs:
+        return [f"no GPU architecture is named; name some of {', '.join(ARCHS)}"]
+    reasons = []
+    for arch in spec.archs:
+        if arch in ARCHS:
+            continue
+        match = re.fullmatch(r"(\d+)[af]?", arch)
+        why = "there are kernels for"
+        if match and int(match.group(1)) < 80:
+            why = "the kernels need 8.0 (Ampere) or newer, and there are some for"
+        reasons.append(f"the GPU architecture is {arch!r}; {why} {', '.join(ARCHS)}")
+    return reasons
+
+
+def attention_specs(
+    dtypes: Sequence[str] = tuple(DTYPES),
+    head_dims: Sequence[int] = HEAD_DIMS,
+    archs: Iterable[str] = DEFAULT_ARCHS,
+) -> list[KernelSpec]:
+    """Return ``common`` and the attention units of every dtype and head dimension.
+
+    This is what a model needs whose attention has those dtypes and head dimensions.
+    """
+    archs = parse_archs(archs)
+    specs = [KernelSpec("common", archs=archs)]
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            specs += [KernelSpec(kind, dtype, head_dim, archs=archs) for kind in ATTENTION_KINDS]
+    return list(dict.fromkeys(specs))
+
+
+#: Sets of specs to build ahead of time: dtypes and head dimensions. Each holds ``common``.
+PRESETS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "common": ((), ()),
+    "fp16-d128": (("float16",), (128,)),
+    "bf16-d128": (("bfloat16",), (128,)),
+    "all": (tuple(DTYPES), HEAD_DIMS),
+}
+
+
+def preset_specs(preset: str, archs: Iterable[str] = DEFAULT_ARCHS) -> list[KernelSpec]:
+    """Return the specs of a preset.
+
+    Parameters
+    ----------
+    preset : str
+        ``"common"``: no attention. ``"fp16-d128"`` and ``"bf16-d128"``: what models with the head
+        dimension of Llama, Qwen and Mistral need in that dtype. ``"all"``: every supported spec.
+    archs : iterable of str
+        GPU architectures.
+    """
+    if preset not in PRESETS:
+        raise UnsupportedKernelError([f"the preset is {preset!r}; there are {', '.join(PRESETS)}"])
+    dtypes, head_dims = PRESETS[preset]
+    return attention_specs(dtypes, head_dims, archs)

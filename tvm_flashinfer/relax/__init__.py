@@ -1,0 +1,26 @@
+"""Relax passes that put ``flashinfer.*`` under a model, the paged KV cache, and the report."""
+
+from __future__ import annotations
+
+from tvm_flashinfer.relax.config import KVCacheCallError, PagedKVCacheConfig, parse_generic_call
+from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
+from tvm_flashinfer.relax.kv_cache import FlashInferPagedKVCache
+from tvm_flashinfer.relax.report import CompileReport, ReportRow, last_report, read_report
+from tvm_flashinfer.relax.strict import FallbackWarning, StrictModeError
+from tvm_flashinfer.relax.support import UnsupportedConfigError, unsupported_reasons
+
+__all__ = [
+    "CompileReport",
+    "DispatchKVCacheCreation",
+    "FallbackWarning",
+    "FlashInferPagedKVCache",
+    "KVCacheCallError",
+    "PagedKVCacheConfig",
+    "ReportRow",
+    "StrictModeError",
+    "UnsupportedConfigError",
+    "last_report",
+    "parse_generic_call",
+    "read_report",
+    "unsupported_reasons",
+]

@@ -1,0 +1,24 @@
+"""The few things that TVM 0.26 and 0.27 spell differently."""
+
+from __future__ import annotations
+
+import inspect
+
+import tvm
+from tvm import relax as rx
+from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
+
+if hasattr(tvm.ir, "StringImm"):
+    StringImm = tvm.ir.StringImm
+else:
+    StringImm = rx.StringImm
+
+#: Whether the cache takes the window of ``mha_sliding`` layers; TVM 0.26 fixes it at 1024. The TIR
+#: cache is asked, because the hook puts our class in the place of the other one.
+HAS_LAYER_WINDOW = (
+    "layer_sliding_window_size"
+    in inspect.signature(tvm_kv_cache.TIRPagedKVCache.__init__).parameters
+)
+
+#: The window of ``mha_sliding`` layers when a model names none.
+DEFAULT_LAYER_WINDOW = 1024

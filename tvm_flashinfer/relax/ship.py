@@ -1,0 +1,71 @@
+"""Where the kernels of a model are: in its own library, or in this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tvm
+from tvm.target import Target
+
+from tvm_flashinfer.relax.config import PagedKVCacheConfig
+from tvm_flashinfer.relax.support import kernel_specs
+
+SELF_CONTAINED = "self-contained"
+SHARED = "shared"
+
+
+def resolve_ship(ship: str | None, target: Target) -> str:
+    """Return how to ship a model for a target.
+
+    Parameters
+    ----------
+    ship : str or None
+        ``"self-contained"``, ``"shared"``, or None for the default: self-contained on CUDA.
+    target : tvm.target.Target
+
+    Raises
+    ------
+    ValueError
+        For another word, and for ``"self-contained"`` on a target other than CUDA.
+    """
+    on_cuda = target.kind.name == "cuda"
+    if ship is None:
+        return SELF_CONTAINED if on_cuda else SHARED
+    if ship not in (SELF_CONTAINED, SHARED):
+        raise ValueError(f"ship is {ship!r}, expected {SELF_CONTAINED!r} or {SHARED!r}")
+    if ship == SELF_CONTAINED and not on_cuda:
+        raise ValueError(
+            f"ship is {ship!r} and the target is {target.kind.name!r}; only CUDA kernels can be "
+            f"linked into a model, use {SHARED!r}"
+        )
+    return ship
+
+
+def external_modules(
+    configs: Iterable[PagedKVCacheConfig], target: Target, ship: str
+) -> list[tvm.runtime.Module]:
+    """Return the modules to link into a model so that it has the kernels of its caches.
+
+    All caches share one object file: two would both define the functions that they have in common.
+
+    Parameters
+    ----------
+    configs : iterable of PagedKVCacheConfig
+        Supported ones.
+    target : tvm.target.Target
+    ship : str
+        What `resolve_ship` returns.
+
+    Returns
+    -------
+    modules : list of tvm.runtime.Module
+        One, or none when the model is shipped shared or has no cache.
+    """
+    specs = [spec for config in configs for spec in kernel_specs(config, target)]
+    if ship == SHARED or not specs:
+        return []
+    # Late, because it looks for compilers, which a model that is shipped shared does without.
+    from tvm_flashinfer.kernels import build_model_object
+
+    path = build_model_object(list(dict.fromkeys(specs)))
+    return [tvm.runtime.load_static_library(str(path), func_names=[])]

@@ -1,0 +1,38 @@
+"""Falling back to TVM's kernels: a warning, or in strict mode an error."""
+
+from __future__ import annotations
+
+import os
+
+from tvm_flashinfer.relax.report import FALLBACK, ReportRow
+from tvm_flashinfer.relax.slots import TREE_PAGED, TREE_RAGGED
+from tvm_flashinfer.relax.support import UnsupportedConfigError
+
+
+class FallbackWarning(UserWarning):
+    """A cache of the model is TVM's own, since no kernel of ours serves it."""
+
+
+class StrictModeError(UnsupportedConfigError):
+    """Strict mode is on and something would have fallen back to TVM's kernels."""
+
+
+def strict_mode(strict: bool | None = None) -> bool:
+    """Return whether fallbacks are errors: as given, or as ``TVM_FLASHINFER_STRICT`` says."""
+    if strict is not None:
+        return strict
+    return os.environ.get("TVM_FLASHINFER_STRICT", "0") not in ("", "0")
+
+
+def strict_violations(rows: list[ReportRow]) -> list[str]:
+    """Return what strict mode objects to: one sentence for each fallback that the model runs into.
+
+    Tree slots are left out. Only speculative decoding reaches them, which is chosen at run time.
+    """
+    trees = (TREE_PAGED.name, TREE_RAGGED.name)
+    return [
+        f"{row.site}, slot {row.slot}: {reason}"
+        for row in rows
+        if row.status == FALLBACK and row.slot not in trees
+        for reason in row.reasons
+    ]

@@ -1,0 +1,216 @@
+"""Whether a model's paged KV cache can be served, and the reasons why not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+from tvm.target import Target
+from tvm.tirx import IntImm
+
+from tvm_flashinfer.kernels import spec as kernel_spec
+from tvm_flashinfer.relax._compat import DEFAULT_LAYER_WINDOW, HAS_LAYER_WINDOW
+from tvm_flashinfer.relax.config import PagedKVCacheConfig
+
+#: Kinds of target whose attention runs through the packed functions.
+TARGETS = ("cuda", "llvm")
+
+#: Dtypes of the portable implementation. Those of CUDA are `kernel_spec.DTYPES`.
+CPU_DTYPES = ("float16", "bfloat16", "float32")
+
+#: Types of RoPE scaling, and the values that each one needs.
+ROPE_TYPES = {
+    "default": (),
+    "gptj": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+class UnsupportedConfigError(ValueError):
+    """A paged KV cache cannot be served.
+
+    Parameters
+    ----------
+    reasons : list of str
+        Why not, one sentence each.
+    """
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.reasons = list(reasons)
+        super().__init__(
+            "this paged KV cache cannot be served by tvm_flashinfer:\n"
+            + "\n".join(f"  - {reason}" for reason in self.reasons)
+        )
+
+
+def unsupported_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
+    """Return why a paged KV cache cannot be served: one sentence each, none when it can be.
+
+    Parameters
+    ----------
+    config : PagedKVCacheConfig
+    target : tvm.target.Target
+        What the model is compiled for. The environment variable ``MLC_MULTI_ARCH`` adds
+        architectures to that of a CUDA target.
+    """
+    if target.kind.name not in TARGETS:
+        return [f"the target is {target.kind.name!r}; there are kernels for {' and '.join(TARGETS)}"]
+    reasons = [reason for predicate in _PREDICATES for reason in predicate(config)]
+    if target.kind.name == "cuda":
+        reasons += _cuda_reasons(config, target)
+    else:
+        reasons += _cpu_reasons(config)
+    return list(dict.fromkeys(reasons))
+
+
+def target_archs(target: Target) -> tuple[str, ...]:
+    """Return the GPU architectures of a CUDA target, such as ``("80", "90a")``.
+
+    They are that of the target and those that MLC LLM is told in ``MLC_MULTI_ARCH``. Empty for
+    other kinds of target.
+    """
+    if target.kind.name != "cuda":
+        return ()
+    named = [str(target.attrs.get("arch", "")), os.environ.get("MLC_MULTI_ARCH", "")]
+    return kernel_spec.parse_archs(named)
+
+
+def kernel_specs(config: PagedKVCacheConfig, target: Target) -> list[kernel_spec.KernelSpec]:
+    """Return the kernels that a CUDA model with this cache needs in its library."""
+    return kernel_spec.attention_specs([config.dtype], [config.qk_head_dim], target_archs(target))
+
+
+def _attn_kind(config: PagedKVCacheConfig) -> list[str]:
+    if "mla" in config.layer_kinds:
+        return ["attn_kind is 'mla'; MLA is not served yet"]
+    return []
+
+
+def _heads(config: PagedKVCacheConfig) -> list[str]:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if kv_heads > 0 and heads > 0 and heads % kv_heads == 0:
+        return []
+    return [
+        f"num_attention_heads is {heads}, which is not a positive multiple of "
+        f"num_key_value_heads, {kv_heads}"
+    ]
+
+
+def _head_dims(config: PagedKVCacheConfig) -> list[str]:
+    if "mla" in config.layer_kinds or config.v_head_dim == config.qk_head_dim:
+        return []
+    return [
+        f"v_head_dim is {config.v_head_dim} and qk_head_dim is {config.qk_head_dim}; TVM's cache "
+        "keeps keys and values of one head_dim"
+    ]
+
+
+def _rope_mode(config: PagedKVCacheConfig) -> list[str]:
+    if config.rope_mode == RopeMode.INLINE:
+        return [
+            "rope_mode is inline; the kernels take keys that have their positions applied, which "
+            "is the normal mode"
+        ]
+    return []
+
+
+def _rope_scaling(config: PagedKVCacheConfig) -> list[str]:
+    if config.rope_mode != RopeMode.NORMAL:
+        return []
+    if config.rope_type not in ROPE_TYPES:
+        served = ", ".join(ROPE_TYPES)
+        return [f"the RoPE scaling is {config.rope_type!r}; {served} are served so far"]
+    if config.rope_scaling and "rope_type" not in config.rope_scaling:
+        if config.rope_type == "default" and set(config.rope_scaling) <= {"type"}:
+            return []
+        return [
+            f"rope_scaling has no 'rope_type': {dict(config.rope_scaling)}; TVM would ignore it, "
+            "so name the type in the model's configuration"
+        ]
+    missing = [key for key in ROPE_TYPES[config.rope_type] if key not in config.rope_scaling]
+    if missing:
+        return [f"rope_scaling of type {config.rope_type!r} lacks {', '.join(missing)}"]
+    return []
+
+
+def _rope_numbers(config: PagedKVCacheConfig) -> list[str]:
+    if config.rope_mode != RopeMode.NORMAL:
+        return []
+    reasons = []
+    for name in ("rope_theta", "rope_scale"):
+        value = getattr(config, name)
+        if not value > 0:
+            reasons.append(f"{name} is {value}; it must be positive")
+    return reasons
+
+
+def _rotary_dim(config: PagedKVCacheConfig) -> list[str]:
+    if config.rope_mode != RopeMode.NORMAL:
+        return []
+    if 0 < config.rotary_dim <= config.qk_head_dim and config.rotary_dim % 2 == 0:
+        return []
+    return [
+        f"rotary_dim is {config.rotary_dim}; it must be even, positive and at most head_dim, "
+        f"{config.qk_head_dim}"
+    ]
+
+
+def _rope_ext_factors(config: PagedKVCacheConfig) -> list[str]:
+    absent = config.rope_ext_factors
+    if absent is None or (isinstance(absent, int | IntImm) and int(absent) == 0):
+        return []
+    return ["rope_ext_factors are given (longrope); they are not served yet"]
+
+
+def _disaggregation(config: PagedKVCacheConfig) -> list[str]:
+    if config.enable_disaggregation:
+        return ["enable_disaggregation is set; KV transfer is not served yet"]
+    return []
+
+
+def _layer_window(config: PagedKVCacheConfig) -> list[str]:
+    window = config.layer_sliding_window_size
+    if window < 1:
+        return [f"layer_sliding_window_size is {window}; it must be positive"]
+    if window != DEFAULT_LAYER_WINDOW and not HAS_LAYER_WINDOW:
+        return [
+            f"layer_sliding_window_size is {window}; this TVM fixes it at {DEFAULT_LAYER_WINDOW}, "
+            "apache-tvm 0.27 takes others"
+        ]
+    return []
+
+
+def _cpu_reasons(config: PagedKVCacheConfig) -> list[str]:
+    if config.dtype in CPU_DTYPES:
+        return []
+    return [f"the dtype is {config.dtype}; on CPU there are {', '.join(CPU_DTYPES)}"]
+
+
+def _cuda_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
+    # The value head_dim is checked above, so that the sentence names the model's own argument.
+    return [
+        reason
+        for spec in kernel_specs(config, target)
+        for reason in kernel_spec.unsupported_reasons(spec)
+    ]
+
+
+_PREDICATES: tuple[Callable[[PagedKVCacheConfig], list[str]], ...] = (
+    _attn_kind,
+    _heads,
+    _head_dims,
+    _rope_mode,
+    _rope_scaling,
+    _rope_numbers,
+    _rotary_dim,
+    _rope_ext_factors,
+    _disaggregation,
+    _layer_window,
+)
