@@ -1,8 +1,8 @@
 """Tensors for the op tests: any shape, strides and byte offset, on any device, without torch.
 
 Every tensor lies inside an allocation of its own that is filled with 0xFF bytes (NaN in each float
-dtype, -1 in each signed one), so a read of what was never written shows up as NaN and a write outside
-the tensor shows up in the guard zones at both ends.
+dtype, -1 in each signed one), so a read of what was never written shows up as NaN, and a write
+outside the tensor in the guard zones at both ends.
 """
 
 from __future__ import annotations

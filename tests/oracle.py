@@ -1,8 +1,8 @@
 """What the packed functions must compute, in NumPy.
 
-The reference is attention in float64 over gathered keys and values. How far a result may lie from
-it is given by a plain implementation in the same dtype (inputs, probabilities, and output rounded to
-it, float32 arithmetic): twice the plain one's own error, plus half a rounding. Errors are taken
+The reference is attention in float64 over gathered keys and values. How far a result may lie off
+is given by a plain implementation in the same dtype (inputs, probabilities, and output rounded,
+float32 arithmetic): twice the plain one's own error, plus half a rounding. Errors are taken
 relative to the largest element of the row: one that averages many keys is held to its own scale.
 """
 

@@ -26,9 +26,13 @@ def load() -> Path:
         The package was installed without its native library, or another copy of it registered
         the functions before.
     """
+    from tvm_flashinfer.kernels.errors import KernelError
     from tvm_flashinfer.kernels.paths import native_library
 
-    path = native_library()
+    try:
+        path = native_library()
+    except KernelError as error:
+        raise ImportError(str(error)) from error
     if tvm_ffi.get_global_func(_PROBE, allow_missing=True) is not None:
         # A second registration of a name aborts the process.
         raise ImportError(
@@ -36,8 +40,18 @@ def load() -> Path:
             "Load one copy of libtvm_flashinfer.so in a process."
         )
     tvm_ffi.load_module(path)
+    tvm_ffi.register_global_func("flashinfer.load_prebuilt_kernels", _load_prebuilt_kernels)
     tvm_ffi.register_global_func("flashinfer.request_kernels", _request_kernels)
     return path
+
+
+@functools.cache
+def _load_prebuilt_kernels() -> None:
+    """Load the kernel libraries that lie in ``lib/kernels``, built ahead of time."""
+    from tvm_flashinfer.kernels.paths import lib_dir
+
+    for library in sorted((lib_dir() / "kernels").glob("*.so")):
+        tvm_ffi.get_global_func("flashinfer.load_kernels")(str(library))
 
 
 def _request_kernels(

@@ -19,18 +19,26 @@ bool Aligned(const void* address) {
 
 }  // namespace
 
-kernels::AttentionArgs MakeAttentionArgs(const Checker& check, const RunInputs& in,
-                                         const PlanReader& plan, int64_t num_kv_heads,
-                                         int64_t head_dim_vo) {
+DLDevice BeginRun(const Checker& check, const RunInputs& in, const PlanReader& plan) {
   const PlanHeader& header = plan.header();
-  const DLDevice device = check.Device("q", in.q);
   check.Workspace("float_workspace", in.float_workspace);
   check.Workspace("int_workspace", in.int_workspace);
-  check.OnDevice("float_workspace", in.float_workspace, device);
+  const DLDevice device = check.Device("float_workspace", in.float_workspace);
   check.OnDevice("int_workspace", in.int_workspace, device);
   plan.RequireDevice(device);
   plan.RequireBytes("float_workspace", header.float_workspace_bytes, in.float_workspace);
   plan.RequireBytes("int_workspace", header.int_workspace_bytes, in.int_workspace);
+  check.OnDevice("q", in.q, device);
+  check.FloatDType("q", in.q);
+  check.Rank("q", in.q, 3, "(n, num_qo_heads, head_dim)");
+  return device;
+}
+
+kernels::AttentionArgs MakeAttentionArgs(const Checker& check, const RunInputs& in,
+                                         const PlanReader& plan, int64_t num_kv_heads,
+                                         int64_t head_dim_vo) {
+  const PlanHeader& header = plan.header();
+  const DLDevice device = in.float_workspace.device();
   if (in.mask_mode != 0 && in.mask_mode != 1) {
     std::ostringstream message;
     message << "`mask_mode` is " << in.mask_mode << ", expected 0 (no mask) or 1 (causal)";
@@ -45,7 +53,6 @@ kernels::AttentionArgs MakeAttentionArgs(const Checker& check, const RunInputs& 
 
   kernels::AttentionArgs args{};
   args.dtype = check.FloatDType("q", in.q);
-  check.Rank("q", in.q, 3, "(n, num_qo_heads, head_dim)");
   check.UnitLastStride("q", in.q);
   check.HeadRatio(in.q.size(1), num_kv_heads);
   plan.Require("num_rows (rows of q)", header.num_rows, in.q.size(0));

@@ -23,6 +23,12 @@ struct RunInputs {
 };
 
 /*!
+ * \brief The device of the run: that of its workspaces, where q and the plan must be too. Also checks
+ * q's dtype, which the dtypes of keys and values are compared with.
+ */
+DLDevice BeginRun(const Checker& check, const RunInputs& in, const PlanReader& plan);
+
+/*!
  * \brief Check what does not depend on how keys are stored, against the plan too.
  * \param head_dim_vo Columns of the values, from which o takes its shape.
  */

@@ -119,15 +119,14 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
   const PlanHeader& header = reader.header();
   const RunInputs in{float_workspace, int_workspace, q,           o,       lse,
                      /*mask_mode=*/0, layout,        window_left, sm_scale};
+  const DLDevice device = BeginRun(check, in, reader);
   KVOperand k{};
-  check.Rank("q", q, 3, "(batch_size, num_qo_heads, head_dim)");
   const kernels::PagedKV kv = MakePagedKV(check, q, k_pages, v_pages, page_indptr, page_indices,
                                           last_page_len, header.batch_size, layout, &k);
   const kernels::AttentionArgs args = MakeAttentionArgs(check, in, reader, k.num_heads, k.head_dim);
   reader.Require("page_size", header.page_size, k.length);
   CheckPagedContents(check, page_indptr, page_indices, last_page_len, header.batch_size, k.outer,
                      k.length);
-  const DLDevice device = q.device();
   if (args.num_rows == 0) return;
   if (IsCPU(device)) {
     kernels::cpu::BatchAttentionPaged(args, kv);

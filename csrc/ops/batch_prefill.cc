@@ -143,13 +143,12 @@ void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, 
   const PlanHeader& header = reader.header();
   const RunInputs in{float_workspace, int_workspace, q,           o,       lse,
                      mask_mode,       layout,        window_left, sm_scale};
+  const DLDevice device = BeginRun(check, in, reader);
   KVOperand k{};
-  check.Rank("q", q, 3, "(n, num_qo_heads, head_dim)");
   const kernels::PagedKV kv = MakePagedKV(check, q, k_pages, v_pages, page_indptr, page_indices,
                                           last_page_len, header.batch_size, layout, &k);
   kernels::AttentionArgs args = MakeAttentionArgs(check, in, reader, k.num_heads, k.head_dim);
   reader.Require("page_size", header.page_size, k.length);
-  const DLDevice device = q.device();
   CheckRowOffsets(check, qo_indptr, device, header);
   CheckPagedContents(check, page_indptr, page_indices, last_page_len, header.batch_size, k.outer,
                      k.length);
@@ -180,7 +179,7 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
   const PlanHeader& header = reader.header();
   const RunInputs in{float_workspace, int_workspace, q,           o,       lse,
                      mask_mode,       layout,        window_left, sm_scale};
-  const DLDevice device = check.Device("q", q);
+  const DLDevice device = BeginRun(check, in, reader);
   const KVOperand keys = ReadRagged(check, "k", k, layout);
   const KVOperand values = ReadRagged(check, "v", v, layout);
   check.DType("k", k, q.dtype());

@@ -79,13 +79,16 @@ void* RequireKernel(const Checker& check, const std::string& name, const UnitSpe
   Arch arch{0, 0};
   void* function = Lookup(check, name, device, &arch);
   if (function != nullptr) return function;
-  // The Python package registers this function; it builds the unit with nvcc, loads it with
-  // flashinfer.load_kernels, and raises when it cannot.
-  static const char* kRequest = "flashinfer.request_kernels";
-  auto request = tvm::ffi::Function::GetGlobal(kRequest);
-  if (request.has_value()) {
-    (*request)(spec.kind, DTypeName(spec.dtype), spec.head_dim_qk, spec.head_dim_vo,
-               device.device_id);
+  // The Python package registers these: the first loads what was built ahead of time, the second
+  // builds the unit with nvcc, and raises when it cannot.
+  if (auto load = tvm::ffi::Function::GetGlobal("flashinfer.load_prebuilt_kernels")) {
+    (*load)();
+    function = Lookup(check, name, device, &arch);
+    if (function != nullptr) return function;
+  }
+  if (auto build = tvm::ffi::Function::GetGlobal("flashinfer.request_kernels")) {
+    (*build)(spec.kind, DTypeName(spec.dtype), spec.head_dim_qk, spec.head_dim_vo,
+             device.device_id);
     function = Lookup(check, name, device, &arch);
     if (function != nullptr) return function;
   }

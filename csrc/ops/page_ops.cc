@@ -45,7 +45,8 @@ void CheckRange(const Checker& check, const char* name, int64_t value, int64_t l
                 const char* meaning) {
   if (value >= 0 && value < limit) return;
   std::ostringstream message;
-  message << "`" << name << "` is " << value << ", expected 0 to " << limit - 1 << ": " << meaning;
+  message << "`" << name << "` is " << value << ", expected 0 or more and less than " << limit << ": "
+          << meaning;
   check.FailValue(message.str());
 }
 
@@ -75,9 +76,10 @@ void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView
 void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length) {
   const Checker check("copy_single_page");
   const kernels::PagePool pool = ReadPool(check, pages);
-  CheckRange(check, "src_page", src_page, pool.num_pages, "a page of `pages`");
-  CheckRange(check, "tgt_page", tgt_page, pool.num_pages, "a page of `pages`");
-  CheckRange(check, "copy_length", copy_length, pool.page_size + 1LL, "tokens of one page");
+  CheckRange(check, "src_page", src_page, pool.num_pages, "the pages of `pages`");
+  CheckRange(check, "tgt_page", tgt_page, pool.num_pages, "the pages of `pages`");
+  CheckRange(check, "copy_length", copy_length, pool.page_size + 1LL,
+             "it counts the tokens of one page");
   if (src_page == tgt_page) return;
   const kernels::CopyPageArgs args{pool, src_page, tgt_page, copy_length};
   if (IsCPU(pages.device())) {
@@ -141,7 +143,7 @@ void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorV
   const int64_t layers = k.size(0);
   check.Data("k", k, device, pages.dtype(), {layers, n, pool.num_kv_heads, pool.head_dim}, meaning);
   check.Data("v", v, device, pages.dtype(), {layers, n, pool.num_kv_heads, pool.head_dim}, meaning);
-  CheckRange(check, "layer_id", layer_id, layers, "a layer of `k` and `v`");
+  CheckRange(check, "layer_id", layer_id, layers, "the layers of `k` and `v`");
   CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/false);
   const int64_t element_bytes = (pages.dtype().bits + 7) / 8;
   const int64_t layer_bytes = layer_id * n * pool.num_kv_heads * pool.head_dim * element_bytes;

@@ -89,7 +89,11 @@ def default_dtype(target: Target) -> str:
     """
     if target.kind.name == "llvm":
         return "float32"
-    return "float16" if str(target.attrs["arch"]).endswith("a") else "bfloat16"
+    return "float16" if _float16_compiles(target) else "bfloat16"
+
+
+def _float16_compiles(target: Target) -> bool:
+    return target.kind.name == "llvm" or not str(target.attrs["arch"])[-1].isdigit()
 
 
 def create_tir_cache(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
@@ -140,22 +144,21 @@ def create_tir_cache(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
 
 
 def create_caches(mod: tvm.IRModule, target: Target, kv_caches: Sequence[str]) -> tvm.IRModule:
-    """Replace the generic cache creation by one function ``create_<kind>_paged_kv_cache`` each.
+    """Replace the generic cache creation by functions ``create_<kind>_paged_kv_cache``.
 
     Parameters
     ----------
     kv_caches : sequence of str
-        ``tir`` and, when it is wired in here, ``flashinfer``.
+        ``tir`` alone, made here, or with ``flashinfer``: then the pass of tvm_flashinfer makes
+        both, as it does for MLC LLM.
     """
-    for kind in kv_caches:
-        if kind == "tir":
-            mod = create_tir_cache(mod, target)
-        elif kind == "flashinfer":
-            # INTEGRATION: the pass of tvm_flashinfer.relax goes here; it adds
-            # create_flashinfer_paged_kv_cache next to the other, from the same generic call.
-            raise NotImplementedError("the FlashInfer cache is not wired into this example yet")
-        else:
-            raise ValueError(f"got KV cache {kind!r}, expected 'tir' or 'flashinfer'")
+    if unknown := set(kv_caches) - {"flashinfer", "tir"}:
+        raise ValueError(f"got KV caches {sorted(unknown)}, expected 'flashinfer' or 'tir'")
+    if "flashinfer" in kv_caches:
+        from tvm_flashinfer.relax import DispatchKVCacheCreation
+
+        return DispatchKVCacheCreation(target)(mod)
+    mod = create_tir_cache(mod, target)
     del mod["create_paged_kv_cache"]
     return mod
 
@@ -189,7 +192,9 @@ def _describe(arg: relax.Expr) -> str:
         return str(arg.value) + ":"
     if isinstance(arg, relax.ExternFunc):
         return str(arg.global_symbol)
-    return str(getattr(arg, "name_hint", None) or arg.name)
+    if isinstance(arg, tvm.ir.GlobalVar):
+        return str(arg.name_hint)
+    return str(arg)
 
 
 def build_pipeline(target: Target) -> tvm.transform.Pass:
@@ -229,7 +234,7 @@ def compile_model(
     target: Target,
     dtype: str,
     build_dir: Path,
-    kv_caches: Sequence[str] = ("tir",),
+    kv_caches: Sequence[str] = ("flashinfer", "tir"),
     progress: Progress | None = None,
 ) -> Path:
     """Compile a Llama model, or find the library of an earlier, equal compilation.
@@ -245,13 +250,24 @@ def compile_model(
     build_dir : Path
         Folder for the library, whose name is made of all that went into it.
     kv_caches : sequence of str
-        The kinds of cache that the library can create.
+        The kinds of cache that the library shall create, of ``flashinfer`` and ``tir``.
+        ``flashinfer`` is left out, with a warning that has the reasons, where it cannot be made.
 
     Returns
     -------
     library : Path
         A shared object; `library_info` reads what is known about it.
+
+    Raises
+    ------
+    ValueError
+        If TVM cannot compile ``dtype`` for the target.
     """
+    if dtype == "float16" and not _float16_compiles(target):
+        raise ValueError(
+            f"got dtype float16 for {target.attrs['arch']}, where TVM crashes on a float16 matmul "
+            "of dynamic shape; use bfloat16"
+        )
     progress = progress or Progress(enabled=False)
     library = build_dir / f"llama-{_content_key(config, target, dtype, kv_caches)}.so"
     if library.exists() and library.with_suffix(".json").exists():
@@ -263,12 +279,15 @@ def compile_model(
         with target:
             mod, params, _ = model.export_tvm(spec=model.module_spec(), allow_extern=True)
             mod = create_caches(mod, target, kv_caches)
+    functions = {var.name_hint for var in mod.get_global_vars()}
     info = {
         "dtype": dtype,
         "target": str(target),
         "params": [name for name, _ in params],
         "kv_cache_slots": {
-            kind: kv_cache_slots(mod[f"create_{kind}_paged_kv_cache"]) for kind in kv_caches
+            kind: kv_cache_slots(mod[name])
+            for kind in kv_caches
+            if (name := f"create_{kind}_paged_kv_cache") in functions
         },
     }
     with progress.step(f"compiling for {target.kind.name}"), target:
@@ -291,7 +310,8 @@ def library_info(library: Path) -> dict[str, Any]:
     -------
     info : dict
         ``params``, the parameter names in the order the functions take them; ``dtype``;
-        ``target``; ``kv_cache_slots``, per kind of cache the function serving each slot.
+        ``target``; ``kv_cache_slots``, per kind of cache in the library the function serving each
+        slot.
     """
     return json.loads(library.with_suffix(".json").read_text())
 
@@ -303,4 +323,10 @@ def _content_key(config: LlamaConfig, target: Target, dtype: str, kv_caches: Seq
         digest.update(f"{part}\n".encode())
     for source in ("model.py", "schedule.py", "compile.py"):
         digest.update(Path(__file__).with_name(source).read_bytes())
+    if "flashinfer" in kv_caches:
+        import tvm_flashinfer
+
+        package = Path(tvm_flashinfer.__file__).parent
+        for source in sorted(package.rglob("*.py")):
+            digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

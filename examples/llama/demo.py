@@ -3,7 +3,7 @@
     python -m examples.llama.demo --prompt "What is the capital of France?"
 
 The model is compiled once, with a creator for each kind of KV cache. The answer is streamed from
-the first kind; then the others, TVM's own kernels among them, must give the same tokens.
+the cache that FlashInfer's functions serve; then TVM's own kernels must give the same tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from .progress import Progress
 from .tokenizer import GGUFTokenizer
 from .weights import GGUFModel, default_model_path, load_converted
 
-# The kinds of cache to show, the one that answers first. INTEGRATION: put "flashinfer" in front
-# once create_caches of compile.py can make it.
-KV_CACHES = ("tir",)
-
 DEFAULT_BUILD_DIR = Path(__file__).resolve().parents[2] / "build" / "examples"
 
 
@@ -41,17 +37,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="default: by device"
     )
+    parser.add_argument(
+        "--kv-cache",
+        choices=("both", "flashinfer", "tir"),
+        default="both",
+        help="both: answer with flashinfer, then compare with TVM's own kernels (default)",
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=2048, help="tokens that fit in the cache")
     parser.add_argument("--build-dir", type=Path, default=DEFAULT_BUILD_DIR)
     return parser.parse_args(argv)
 
 
-def print_slots(slots: dict[str, dict[str, str]]) -> None:
+def print_kernels(model: Model) -> None:
     """Print which kernel serves each slot of each kind of KV cache."""
-    for kind, table in slots.items():
+    for kind, slots in model.info["kv_cache_slots"].items():
         print(f"KV cache {kind!r} is served by")
-        for slot, kernel in table.items():
+        if kind == "flashinfer":
+            from tvm_flashinfer.relax import read_report
+
+            print(read_report(model))
+            continue
+        for slot, kernel in slots.items():
             print(f"  {slot:<24} {kernel}")
 
 
@@ -104,13 +111,14 @@ def main(argv: list[str] | None = None) -> int:
     with progress.step("reading the GGUF file"):
         gguf_model = GGUFModel(args.model or default_model_path())
         tokenizer = GGUFTokenizer(gguf_model.metadata)
-    library = compile_model(gguf_model.config, target, dtype, args.build_dir, KV_CACHES, progress)
+    kinds = ["flashinfer", "tir"] if args.kv_cache == "both" else [args.kv_cache]
+    library = compile_model(gguf_model.config, target, dtype, args.build_dir, kinds, progress)
     names = library_info(library)["params"]
     weights = load_converted(gguf_model, names, dtype, args.build_dir, progress)
     with progress.step(f"loading the model on {device}"):
         model = Model(library, weights, tvm.device(device, 0))
         del weights
-    print_slots(model.info["kv_cache_slots"])
+    print_kernels(model)
 
     text = args.prompt
     if not args.raw:
@@ -128,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
 
-    first, *others = KV_CACHES
+    first, *others = kinds
     progress.say(f"answering with the {first} cache")
     answer = stream_answer(
         Session(model, first, max_total_seq_len=context), tokenizer, prompt, args.max_tokens

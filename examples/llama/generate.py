@@ -32,6 +32,8 @@ class Model:
     ) -> None:
         self.device = device
         self.info = library_info(library)
+        if "flashinfer" in self.info["kv_cache_slots"]:
+            import tvm_flashinfer  # noqa: F401  registers the functions that the library calls
         module = tvm.runtime.load_module(str(library))
         self._vm = tvm.runtime.vm.VirtualMachine(module, device)
         self._weights = [tvm.runtime.tensor(array, device) for array in weights]

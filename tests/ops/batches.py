@@ -28,7 +28,7 @@ def is_cuda(device: Any) -> bool:
 
 
 def needs_kernel(device: Any, dtype: str, head_dim: int) -> None:
-    """Skip what CUDA attention refuses by contract; that it does refuse is tested in test_errors."""
+    """Skip what CUDA attention refuses by contract; test_errors checks that it does."""
     if is_cuda(device) and dtype == "float32":
         pytest.skip("CUDA attention has no float32 kernels")
     if is_cuda(device) and head_dim not in CUDA_HEAD_DIMS:

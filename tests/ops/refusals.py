@@ -115,6 +115,13 @@ def _device_of(tensor: DeviceTensor) -> Any:
     return tensor.tensor.device
 
 
+def assert_says(error: BaseException, *says: str) -> None:
+    """The message of `error` matches every pattern."""
+    text = str(error)
+    for pattern in says:
+        assert re.search(pattern, text), f"the message does not match {pattern!r}: {text}"
+
+
 @contextlib.contextmanager
 def refused(error: Any, *says: str) -> Iterator[None]:
     """The block raises exactly `error` with a message that matches every pattern."""
@@ -123,8 +130,7 @@ def refused(error: Any, *says: str) -> Iterator[None]:
     text = str(caught.value)
     allowed = error if isinstance(error, tuple) else (error,)
     assert type(caught.value) in allowed, f"{type(caught.value).__name__}: {text}"
-    for pattern in says:
-        assert re.search(pattern, text), f"the message does not match {pattern!r}: {text}"
+    assert_says(caught.value, *says)
 
 
 @contextlib.contextmanager

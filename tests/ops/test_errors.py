@@ -16,6 +16,7 @@ from refusals import (
     UNSUPPORTED,
     Bad,
     assert_refused,
+    assert_says,
     bad,
     cut,
     dtype,
@@ -367,7 +368,7 @@ def test_small_workspaces(ops, device, workspaces, rng, kind, argument):
     try:
         call.plan(**{argument: tiny})
     except ValueError as error:
-        assert argument in str(error) and "16" in str(error), error
+        assert_says(error, argument, r"\b16\b")
         tiny.assert_guards_intact(argument)
     else:
         call.run(**({argument: tiny} if argument in call.run_args else {}))

@@ -117,7 +117,7 @@ def test_no_rows(ops, device, in_place):
     """A batch without rows writes nothing."""
     states = [np.zeros(x, d) for x, d in (((0, 4, 64), np.float16), ((0, 4), np.float32))] * 2
     v, s = _merge(ops, device, states, in_place)
-    assert v.shape == (0, 4, 64) and s.shape == (0, 4)
+    assert (v.shape, s.shape) == ((0, 4, 64), (0, 4))
 
 
 def test_parts_merge_to_the_whole(ops, device, rng):

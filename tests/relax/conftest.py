@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import tvm
 from tvm import relax as rx
 from tvm import tirx
+from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm_flashinfer.relax._compat import StringImm
 
@@ -85,9 +86,10 @@ def add_generic_creation(
     builder: rx.BlockBuilder,
     name: str = "create_paged_kv_cache",
     edit: Callable[[list[Any]], list[Any]] = lambda args: args,
+    observer: str = "",
     **changes: Any,
 ) -> None:
-    """Add the function that an exported model has."""
+    """Add the function that an exported model has; an observer is called with the cache after it."""
     sizes = [tirx.Var(size, "int64") for size in SIZES]
     params = [rx.Var(f"{var.name}_", rx.ShapeType([var])) for var in sizes]
     with builder.function(name, params, attrs={"num_input": 5}):
@@ -98,6 +100,8 @@ def add_generic_creation(
                 ty_args=rx.AnyType(),
             )
             output = builder.emit_output(cache)
+        if observer:
+            output = builder.emit(rx.call_pure_packed(observer, output, ty_args=rx.AnyType()))
         builder.emit_func_output(output)
 
 
@@ -118,6 +122,30 @@ def make_generic_module(
     add_other_functions(builder)
     add_generic_creation(builder, edit=edit, **changes)
     return builder.get()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_parsed_once() -> Iterator[None]:
+    """TVM parses each of its kernels anew for every cache, which takes seconds; here it does once."""
+    names = [
+        *(name for name in vars(tvm_kv_cache) if name.startswith(("_attention_", "tree_attn"))),
+        "llama_rope_with_position_map",
+    ]
+    parsed: dict[str, Any] = {}
+
+    def once(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def cached(*args: Any, **kwargs: Any) -> Any:
+            key = repr((name, [str(arg) for arg in args], sorted(kwargs.items())))
+            if key not in parsed:
+                parsed[key] = make(*args, **kwargs)
+            return parsed[key]
+
+        return cached
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(tvm_kv_cache, name, once(name, getattr(tvm_kv_cache, name)))
+        yield
 
 
 @pytest.fixture

@@ -191,7 +191,8 @@ def test_rewrites_to_both_caches(kind: str, generic_module, module_builder, requ
     assert CompileReport.from_json(report) == dispatch.report == last_report()
     assert after.attrs["tvm_flashinfer.report"] == report
     functions = {v: f for v, f in after.functions_items() if v.name_hint != "flashinfer_report"}
-    assert_structural_equal(tvm.IRModule(functions), expected)
+    # One of TVM's kernels has a free variable.
+    assert_structural_equal(tvm.IRModule(functions), expected, map_free_vars=True)
 
 
 def test_other_functions_are_the_same_objects(generic_module, llvm) -> None:
@@ -235,6 +236,8 @@ def test_two_creation_functions(module_builder, llvm) -> None:
     rx.analysis.well_formed(after)
     created = {OURS, TVMS, "make_draft_cache_flashinfer", "make_draft_cache_tir"}
     assert created <= names(after)
+    symbols = [function.attrs["global_symbol"] for _, function in after.functions_items()]
+    assert len(symbols) == len(set(symbols)), "a module with two of one symbol cannot be built"
     assert {row.site for row in dispatch.report.rows} == {OURS, "make_draft_cache_flashinfer"}
 
 
@@ -250,16 +253,8 @@ def test_attributes_are_kept(generic_module, llvm) -> None:
 def test_bindings_around_the_call_are_kept(module_builder, llvm) -> None:
     """The function is rewritten, not made anew."""
     builder = rx.BlockBuilder()
-    module_builder[0](builder)
-    function = builder.get()["create_paged_kv_cache"]
-    cache = function.body.body
-    probe = rx.Var("probe", rx.AnyType())
-    call = rx.call_pure_packed("test.observe", cache, ty_args=rx.AnyType())
-    blocks = [*function.body.blocks, rx.BindingBlock([rx.VarBinding(probe, call)])]
-    function = rx.Function(
-        function.params, rx.SeqExpr(blocks, probe), rx.AnyType(), True, function.attrs
-    )
-    before = tvm.IRModule({"create_paged_kv_cache": function})
+    module_builder[0](builder, observer="test.observe")
+    before = builder.get()
     rx.analysis.well_formed(before)
     after = DispatchKVCacheCreation(llvm)(before)
     rx.analysis.well_formed(after)

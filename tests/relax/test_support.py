@@ -36,6 +36,8 @@ def reasons_of(mod, target, window: int = 1024) -> list[str]:
         {"rope_scaling": {"rope_type": "gptj"}},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"rope_scaling": {"rope_type": "default"}},
+        # As in TVM, a scaling without "rope_type" is none.
+        {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
         {"num_attention_heads": 24},
         {"attn_kind": ["mha_sliding", "mha"], "num_hidden_layers": 2},
         # Models without RoPE leave values in its arguments that mean nothing.
@@ -57,8 +59,6 @@ def test_supported(changes, kind, generic_module, request) -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
         ({"rope_scaling": {"rope_type": "llama4"}}, "'llama4'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "no 'rope_type'"),
-        ({"rope_scaling": {"factor": 2.0}}, "no 'rope_type'"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0"),
         ({"rotary_dim": 63}, "rotary_dim is 63"),
         ({"rotary_dim": 130}, "rotary_dim is 130"),

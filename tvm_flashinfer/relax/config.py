@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import tvm_ffi
 from tvm import relax as rx
 from tvm import tirx
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
@@ -33,6 +34,7 @@ _SIZES = (
 )  # fmt: skip
 
 
+@tvm_ffi.register_error
 class KVCacheCallError(ValueError):
     """A call that stands for the creation of a cache cannot be read."""
 
@@ -109,8 +111,17 @@ class PagedKVCacheConfig:
 
     @property
     def rope_type(self) -> str:
-        """The type of the scaling of the frequencies; ``"default"`` when there is none."""
-        return self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
+        """The type of the scaling of the frequencies, ``"default"`` when there is none.
+
+        As in TVM, a scaling without ``"rope_type"`` is none. Models that rotate by themselves leave
+        such ones here, Qwen2.5-VL for one.
+        """
+        return self.rope_scaling.get("rope_type", "default")
+
+    @property
+    def tvm_rope_scaling(self) -> dict[str, Any]:
+        """The scaling as TVM's kernels take it; they have no names for these two types."""
+        return {} if self.rope_type in ("default", "linear") else dict(self.rope_scaling)
 
     @property
     def head_ratio(self) -> int:

@@ -99,9 +99,7 @@ class DispatchKVCacheCreation:
         self.layer_sliding_window_size = layer_sliding_window_size
         self.report: CompileReport | None = None
 
-    def transform_module(
-        self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext
-    ) -> tvm.IRModule:
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite a module; one without the call is returned as it is."""
         self.report = None
         sites = _find_sites(mod, self.layer_sliding_window_size)
@@ -128,7 +126,7 @@ class DispatchKVCacheCreation:
             if site in served:
                 _add_creation(builder, site, "flashinfer", target, creation_call)
             _add_creation(builder, site, "tir", target, _tir_creation_call)
-        new_mod = builder.get()
+        new_mod = _with_distinct_symbols(builder.get(), mod)
         if modules:
             attached = list((mod.attrs or {}).get("external_mods", []))
             new_mod = new_mod.with_attr("external_mods", attached + modules)
@@ -238,13 +236,38 @@ def _add_creation(
         builder.emit_func_output(function.body.body)
 
 
+def _with_distinct_symbols(mod: tvm.IRModule, earlier: tvm.IRModule) -> tvm.IRModule:
+    """Give each function that was added a global symbol of its own.
+
+    TVM's kernels for two caches of different shapes have the same ones, and a module that has two
+    functions of one symbol cannot be compiled.
+    """
+    old = {var.name_hint for var in earlier.get_global_vars()}
+    added = sorted(
+        (var for var in mod.get_global_vars() if var.name_hint not in old),
+        key=lambda var: var.name_hint,
+    )
+    taken = {_symbol(mod[var]) for var in mod.get_global_vars() if var.name_hint in old}
+    for var in added:
+        symbol = _symbol(mod[var])
+        if symbol in taken:
+            symbol = var.name_hint
+            mod.update_func(var, mod[var].with_attr("global_symbol", symbol))
+        taken.add(symbol)
+    return mod
+
+
+def _symbol(function: tvm.ir.BaseFunc) -> str | None:
+    return (function.attrs or {}).get("global_symbol")
+
+
 def _tir_creation_call(config: PagedKVCacheConfig, target: Target) -> rx.Call:
     """Return the call that makes TVM's cache on its own kernels."""
     arguments = config.builder_arguments()
-    if config.rope_scaling.get("rope_type") in ("default", "linear"):
-        # TVM has no names for these two. Linear scaling is what its rope_scale does.
-        arguments["rope_scaling"] = {}
-        arguments["rope_scale"] /= config.rope_scaling.get("factor", 1)
+    arguments["rope_scaling"] = config.tvm_rope_scaling
+    if config.rope_type == "linear":
+        # TVM has no such type, and its rope_scale does the same.
+        arguments["rope_scale"] /= config.rope_scaling["factor"]
     if HAS_LAYER_WINDOW:
         arguments["layer_sliding_window_size"] = config.layer_sliding_window_size
     return tvm_kv_cache.TIRPagedKVCache(**arguments, target=target)._expr

@@ -207,7 +207,8 @@ def _bound_rotary(config: PagedKVCacheConfig) -> rx.Call:
     the check from being removed as dead code.
     """
     theta, scale = float(config.rope_theta), float(config.rope_scale)
-    rotary_dim, scaling = config.rotary_dim, config.rope_scaling
+    rotary_dim = config.rotary_dim
+    scaling = {} if config.rope_type == "default" else dict(config.rope_scaling)
     if config.rope_mode == RopeMode.NONE:
         # Never applied, and models without RoPE leave values here that mean nothing, such as -1.
         theta, scale, rotary_dim, scaling = 10000.0, 1.0, config.qk_head_dim, {}
@@ -216,7 +217,7 @@ def _bound_rotary(config: PagedKVCacheConfig) -> rx.Call:
         rx.prim_value(theta),
         rx.prim_value(scale),
         rx.prim_value(rotary_dim),
-        StringImm(json.dumps(dict(scaling), sort_keys=True)),
+        StringImm(json.dumps(scaling, sort_keys=True)),
         rx.prim_value(config.support_sliding_window),
         ty_args=rx.AnyType(),
     )
@@ -231,12 +232,10 @@ def _tir_slots(
     paged one first, as here.
     """
     shape = (config.num_key_value_heads, config.num_attention_heads, config.qk_head_dim)
-    # These kernels can apply RoPE themselves. Our cache never asks them to, so no scaling is given;
-    # TVM raises for the types that it does not know.
-    scaling: dict[str, Any] = {}
-    window = (
-        {"sliding_window_size": config.layer_sliding_window_size} if HAS_LAYER_WINDOW else {}
-    )
+    # These kernels can apply RoPE themselves, which our cache never asks of them. They get the scaling
+    # all the same: they are then the very functions of TVM's cache, and the module has them once.
+    scaling = config.tvm_rope_scaling
+    window = {"sliding_window_size": config.layer_sliding_window_size} if HAS_LAYER_WINDOW else {}
     if target.kind.name == "llvm":
         suffix, on_target = "_cpu", ()
     else:

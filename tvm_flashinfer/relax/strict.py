@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import tvm_ffi
+
 from tvm_flashinfer.relax.report import FALLBACK, ReportRow
 from tvm_flashinfer.relax.slots import TREE_PAGED, TREE_RAGGED
 from tvm_flashinfer.relax.support import UnsupportedConfigError
@@ -13,6 +15,7 @@ class FallbackWarning(UserWarning):
     """A cache of the model is TVM's own, since no kernel of ours serves it."""
 
 
+@tvm_ffi.register_error
 class StrictModeError(UnsupportedConfigError):
     """Strict mode is on and something would have fallen back to TVM's kernels."""
 

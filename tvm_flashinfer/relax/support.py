@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import tvm_ffi
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm.target import Target
 from tvm.tirx import IntImm
@@ -18,6 +19,9 @@ TARGETS = ("cuda", "llvm")
 
 #: Dtypes of the portable implementation. Those of CUDA are `kernel_spec.DTYPES`.
 CPU_DTYPES = ("float16", "bfloat16", "float32")
+
+#: What stands before each reason in a message.
+_REASON = "\n  - "
 
 #: Types of RoPE scaling, and the values that each one needs.
 ROPE_TYPES = {
@@ -33,20 +37,27 @@ ROPE_TYPES = {
 }
 
 
+@tvm_ffi.register_error
 class UnsupportedConfigError(ValueError):
     """A paged KV cache cannot be served.
 
     Parameters
     ----------
     reasons : list of str
-        Why not, one sentence each.
+        Why not, one sentence each. tvm-ffi passes a message that was made from them: an exception
+        that leaves a pass goes through C++, which keeps no more than its text.
     """
 
-    def __init__(self, reasons: list[str]) -> None:
+    def __init__(self, reasons: list[str] | str) -> None:
+        if isinstance(reasons, str):
+            super().__init__(reasons)
+            items = reasons.split(_REASON)[1:]
+            self.reasons = [item.splitlines()[0] for item in items]
+            return
         self.reasons = list(reasons)
         super().__init__(
-            "this paged KV cache cannot be served by tvm_flashinfer:\n"
-            + "\n".join(f"  - {reason}" for reason in self.reasons)
+            "this paged KV cache cannot be served by tvm_flashinfer:"
+            + "".join(_REASON + reason for reason in self.reasons)
         )
 
 
@@ -61,7 +72,9 @@ def unsupported_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]
         architectures to that of a CUDA target.
     """
     if target.kind.name not in TARGETS:
-        return [f"the target is {target.kind.name!r}; there are kernels for {' and '.join(TARGETS)}"]
+        return [
+            f"the target is {target.kind.name!r}; there are kernels for {' and '.join(TARGETS)}"
+        ]
     reasons = [reason for predicate in _PREDICATES for reason in predicate(config)]
     if target.kind.name == "cuda":
         reasons += _cuda_reasons(config, target)
@@ -127,13 +140,6 @@ def _rope_scaling(config: PagedKVCacheConfig) -> list[str]:
     if config.rope_type not in ROPE_TYPES:
         served = ", ".join(ROPE_TYPES)
         return [f"the RoPE scaling is {config.rope_type!r}; {served} are served so far"]
-    if config.rope_scaling and "rope_type" not in config.rope_scaling:
-        if config.rope_type == "default" and set(config.rope_scaling) <= {"type"}:
-            return []
-        return [
-            f"rope_scaling has no 'rope_type': {dict(config.rope_scaling)}; TVM would ignore it, "
-            "so name the type in the model's configuration"
-        ]
     missing = [key for key in ROPE_TYPES[config.rope_type] if key not in config.rope_scaling]
     if missing:
         return [f"rope_scaling of type {config.rope_type!r} lacks {', '.join(missing)}"]

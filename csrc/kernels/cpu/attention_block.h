@@ -116,7 +116,7 @@ static inline int64_t StateFloats(const AttentionBlock& block) {
 static inline int64_t ScratchFloats(int64_t head_dim_qk, int64_t head_dim_vo) {
   const int64_t dim_qk = RoundUp(head_dim_qk, kMaxLanes);
   const int64_t dim_vo = RoundUp(head_dim_vo, kMaxLanes);
-  const int64_t queries = kRowBlock * dim_qk + dim_qk;
+  const int64_t queries = kRowBlock * dim_qk + 4 * dim_qk;
   const int64_t keys = kKeyTile * (dim_qk + dim_vo);
   const int64_t scores = kKeyTile * 4 * kMaxLanes;
   const int64_t states = 2 * kRowBlock * (dim_vo + 2);

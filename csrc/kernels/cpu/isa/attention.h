@@ -19,33 +19,49 @@ TFI_INLINE int64_t PanelWidth(int64_t rows, int64_t row) {
   return rows - row < kPanelRows ? RoundUp(rows - row, kLanes) : kPanelRows;
 }
 
+/*! \brief Row r of the block as float32 times q_factor, padded with zeros; zeros if there is none. */
+template <typename Element>
+TFI_INLINE void LoadQuery(const AttentionBlock& block, int64_t r, float* target) {
+  typedef typename Element::Raw Raw;
+  const int64_t padded_dim = RoundUp(block.head_dim_qk, kLanes);
+  if (block.row_begin + r >= block.row_end) {
+    memset(target, 0, padded_dim * sizeof(float));
+    return;
+  }
+  const int64_t query = (block.row_begin + r) / block.group;
+  const int64_t head = block.row_begin + r - query * block.group;
+  const Raw* source = reinterpret_cast<const Raw*>(block.q) + query * block.q_stride_row +
+                      head * block.q_stride_head;
+  LoadRow<Element>(source, block.head_dim_qk, target);
+  for (int64_t d = 0; d < padded_dim; d += kLanes) {
+    Store(target + d, Load(target + d) * block.q_factor);
+  }
+}
+
 /*!
- * \brief Lay out the queries as float32: few rows as (rows, padded dim), more as panels (dim, width)
- * one after the other. Lanes without a row are 0.
+ * \brief Lay out the queries: few rows as (rows, padded dim), more as panels (dim, width) one after
+ * the other, whose lanes without a row are 0.
  */
 template <typename Element>
 void LoadQueries(const AttentionBlock& block, const Scratch& scratch) {
-  typedef typename Element::Raw Raw;
   const int64_t rows = block.row_end - block.row_begin;
   const int64_t dim = block.head_dim_qk;
   const int64_t padded_dim = RoundUp(dim, kLanes);
-  const bool few_rows = HasFewRows(block);
-  if (!few_rows) memset(scratch.q, 0, RoundUp(rows, kLanes) * dim * sizeof(float));
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t query = (block.row_begin + r) / block.group;
-    const int64_t head = block.row_begin + r - query * block.group;
-    const Raw* source = reinterpret_cast<const Raw*>(block.q) + query * block.q_stride_row +
-                        head * block.q_stride_head;
-    float* target = few_rows ? scratch.q + r * padded_dim : scratch.q + kRowBlock * dim;
-    LoadRow<Element>(source, dim, target);
-    for (int64_t d = 0; d < padded_dim; d += kLanes) {
-      Store(target + d, Load(target + d) * block.q_factor);
-    }
-    if (!few_rows) {
-      const int64_t panel = r / kPanelRows * kPanelRows;
-      const int64_t width = PanelWidth(rows, panel);
-      float* lane = scratch.q + panel * dim + (r - panel);
-      for (int64_t d = 0; d < dim; ++d) lane[d * width] = target[d];
+  if (HasFewRows(block)) {
+    for (int64_t r = 0; r < rows; ++r) LoadQuery<Element>(block, r, scratch.q + r * padded_dim);
+    return;
+  }
+  // Four rows at a time: writing single floats to a transposed matrix is several times as slow.
+  float* const quad = scratch.q + kRowBlock * RoundUp(dim, kMaxLanes);
+  for (int64_t r = 0; r < RoundUp(rows, kLanes); r += 4) {
+    for (int64_t i = 0; i < 4; ++i) LoadQuery<Element>(block, r + i, quad + i * padded_dim);
+    const int64_t panel = r / kPanelRows * kPanelRows;
+    const int64_t width = PanelWidth(rows, panel);
+    float* lanes = scratch.q + panel * dim + (r - panel);
+    for (int64_t d = 0; d < dim; ++d, lanes += width) {
+      const float* q = quad + d;
+      const FourFloats column = {q[0], q[padded_dim], q[2 * padded_dim], q[3 * padded_dim]};
+      memcpy(lanes, &column, sizeof(column));
     }
   }
 }
@@ -60,31 +76,61 @@ void FindBounds(const AttentionBlock& block, const Scratch& scratch) {
   }
 }
 
-template <typename Element>
-void AttendKeys(const AttentionBlock& block, const Scratch& scratch, int64_t chunk,
-                const State& state) {
-  ClearState(block, state);
-  const int64_t rows = block.row_end - block.row_begin;
-  const int64_t chunk_begin = chunk * kKeyChunk;
-  const int64_t begin = block.key_begin > chunk_begin ? block.key_begin : chunk_begin;
-  const int64_t end =
-      block.key_end < chunk_begin + kKeyChunk ? block.key_end : chunk_begin + kKeyChunk;
-  // Panels read keys one element at a time, everything else in whole vectors.
-  const bool few_rows = HasFewRows(block);
-  const bool pad_k = few_rows && block.head_dim_qk % kLanes != 0;
-  const bool pad_v = block.head_dim_vo % kLanes != 0;
+TFI_INLINE int64_t TileEnd(int64_t begin, int64_t end) {
+  return end - begin < kKeyTile ? end : begin + kKeyTile;
+}
+
+/*! \brief Fold the keys [begin, end) into the state of few rows. Compute is Element or Float32. */
+template <typename Element, typename Compute>
+void AttendKeysFewRows(const AttentionBlock& block, const Scratch& scratch, int64_t begin,
+                       int64_t end, const State& state) {
   const RowSource keys = KeysOf(block);
   const RowSource values = ValuesOf(block);
-  Tile tile;
-  for (tile.begin = begin; tile.begin < end; tile.begin = tile.end) {
-    tile.end = end - tile.begin < kKeyTile ? end : tile.begin + kKeyTile;
-    const int64_t count = tile.end - tile.begin;
-    GatherRows<Element>(keys, tile.begin, count, pad_k, scratch.k, tile.k);
-    GatherRows<Element>(values, tile.begin, count, pad_v, scratch.v, tile.v);
-    if (few_rows) {
-      AttendTileFewRows(block, scratch, state, tile);
-      continue;
+  Tile<Compute> tiles[2];
+  if (block.head_dim_qk % kLanes == 0 && block.head_dim_vo % kLanes == 0 && kSame<Element, Compute>) {
+    if constexpr (kSame<Element, Compute>) {
+    int now = 0;
+    tiles[0].begin = begin; tiles[0].end = TileEnd(begin, end);
+    LocateRows(keys, begin, tiles[0].end - begin, tiles[0].k);
+    LocateRows(values, begin, tiles[0].end - begin, tiles[0].v);
+    while (tiles[now].begin < end) {
+      Tile<Compute>& next = tiles[1 - now];
+      next.begin = tiles[now].end; next.end = TileEnd(next.begin, end);
+      LocateRows(keys, next.begin, next.end - next.begin, next.k);
+      LocateRows(values, next.begin, next.end - next.begin, next.v);
+      AttendTileFewRows(block, scratch, state, tiles[now], next);
+      now = 1 - now;
     }
+    }
+    return;
+  }
+  Tile<Compute>& tile = tiles[0];
+  tiles[1].begin = tiles[1].end = 0;
+  for (tile.begin = begin; tile.begin < end; tile.begin = tile.end) {
+    tile.end = TileEnd(tile.begin, end);
+    const int64_t count = tile.end - tile.begin;
+    if constexpr (kSame<Compute, Float32>) {
+      FloatRows<Element>(keys, tile.begin, count, true, scratch.k, tile.k);
+      FloatRows<Element>(values, tile.begin, count, true, scratch.v, tile.v);
+    }
+    AttendTileFewRows(block, scratch, state, tile, tiles[1]);
+  }
+}
+
+/*! \brief Fold the keys [begin, end) into the state of all panels. */
+template <typename Element>
+void AttendKeysPanels(const AttentionBlock& block, const Scratch& scratch, int64_t begin,
+                      int64_t end, const State& state) {
+  const int64_t rows = block.row_end - block.row_begin;
+  const RowSource keys = KeysOf(block);
+  const RowSource values = ValuesOf(block);
+  Tile<Float32> tile;
+  for (tile.begin = begin; tile.begin < end; tile.begin = tile.end) {
+    tile.end = TileEnd(tile.begin, end);
+    const int64_t count = tile.end - tile.begin;
+    // Panels read keys one element at a time, so only the values must be whole vectors.
+    FloatRows<Element>(keys, tile.begin, count, false, scratch.k, tile.k);
+    FloatRows<Element>(values, tile.begin, count, true, scratch.v, tile.v);
     int64_t row = 0;
     for (; row + kPanelRows <= rows; row += kPanelRows) {
       AttendTilePanel<kBlockVecs>(block, scratch, state, tile, row, kPanelRows);
@@ -92,6 +138,23 @@ void AttendKeys(const AttentionBlock& block, const Scratch& scratch, int64_t chu
     if (row < rows) {
       AttendTileLastPanel<kBlockVecs>(block, scratch, state, tile, row, rows - row);
     }
+  }
+}
+
+template <typename Element>
+void AttendKeys(const AttentionBlock& block, const Scratch& scratch, int64_t chunk,
+                const State& state) {
+  ClearState(block, state);
+  const int64_t chunk_begin = chunk * kKeyChunk;
+  const int64_t chunk_end = chunk_begin + kKeyChunk;
+  const int64_t begin = block.key_begin > chunk_begin ? block.key_begin : chunk_begin;
+  const int64_t end = block.key_end < chunk_end ? block.key_end : chunk_end;
+  if (!HasFewRows(block)) {
+    AttendKeysPanels<Element>(block, scratch, begin, end, state);
+  } else if (block.head_dim_qk % kLanes == 0 && block.head_dim_vo % kLanes == 0) {
+    AttendKeysFewRows<Element, Element>(block, scratch, begin, end, state);
+  } else {
+    AttendKeysFewRows<Element, Float32>(block, scratch, begin, end, state);
   }
 }
 

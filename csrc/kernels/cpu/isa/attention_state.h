@@ -43,7 +43,7 @@ TFI_INLINE Scratch ScratchAt(const AttentionBlock& block, float* memory) {
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kMaxLanes);
   Scratch scratch;
   scratch.q = memory;
-  scratch.k = scratch.q + kRowBlock * dim_qk + dim_qk;
+  scratch.k = scratch.q + kRowBlock * dim_qk + 4 * dim_qk;
   scratch.v = scratch.k + kKeyTile * dim_qk;
   scratch.scores = scratch.v + kKeyTile * dim_vo;
   scratch.total = scratch.scores + kKeyTile * 4 * kMaxLanes;

@@ -13,11 +13,12 @@ namespace TVM_FLASHINFER_ISA {
 namespace {
 
 /*! \brief Gathered keys [begin, end). */
+template <typename Element>
 struct Tile {
   int64_t begin;
   int64_t end;
-  const float* k[kKeyTile];
-  const float* v[kKeyTile];
+  const typename Element::Raw* k[kKeyTile];
+  const typename Element::Raw* v[kKeyTile];
 };
 
 /*!
@@ -26,11 +27,11 @@ struct Tile {
  * A weight of 0 hides a key only as long as its value is finite: 0 * NaN would reach rows that do
  * not see it. So when a value is not finite, each row is given only the keys that it sees.
  */
-template <WeightLayout kLayout>
-void AccumulateMasked(const ValueProduct& x, const Scratch& scratch, int64_t tile_begin,
+template <typename Element, WeightLayout kLayout>
+void AccumulateMasked(const ValueProduct<Element>& x, const Scratch& scratch, int64_t tile_begin,
                       int64_t row, int64_t row_end, int64_t dim, int64_t first_row) {
-  if (AllFinite(x.v, x.num_keys, dim)) {
-    AccumulateValues<kLayout>(x, row, row_end, dim);
+  if (AllFinite<Element>(x.v, x.num_keys, dim)) {
+    AccumulateValues<Element, kLayout>(x, row, row_end, dim);
     return;
   }
   for (int64_t r = row; r < row_end; ++r) {
@@ -38,13 +39,13 @@ void AccumulateMasked(const ValueProduct& x, const Scratch& scratch, int64_t til
     int64_t end = scratch.last_key[first_row + r] + 1 - tile_begin;
     begin = begin > 0 ? begin : 0;
     end = end < x.num_keys ? end : x.num_keys;
-    ValueProduct visible = x;
+    ValueProduct<Element> visible = x;
     visible.num_keys = end > begin ? end - begin : 0;
     if (visible.num_keys > 0) {
       visible.v += begin;
       visible.p += kLayout == WeightLayout::kKeyMajor ? begin * x.width : begin;
     }
-    AccumulateValues<kLayout>(visible, r, r + 1, dim);
+    AccumulateValues<Element, kLayout>(visible, r, r + 1, dim);
   }
 }
 
@@ -66,9 +67,19 @@ TFI_INLINE void SoftmaxRow(float* s, int64_t count, float scale, float* top, flo
   *top = new_top[0];
 }
 
-/*! \brief Fold a tile into the state of at most kFewRows rows. */
+template <typename Raw>
+TFI_INLINE void PrefetchRow(const Raw* row, int64_t dim) {
+  const char* end = reinterpret_cast<const char*>(row + dim);
+  for (const char* p = reinterpret_cast<const char*>(row); p < end; p += 64) __builtin_prefetch(p);
+}
+
+/*!
+ * \brief Fold a tile into the state of at most kFewRows rows. Keys and values are read as they are
+ * stored, so both head dimensions must be multiples of kLanes, or the tile be padded.
+ */
+template <typename Element>
 void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, const State& state,
-                       Tile& tile) {
+                       Tile<Element>& tile, const Tile<Element>& next) {
   const int64_t rows = block.row_end - block.row_begin;
   const int64_t count = tile.end - tile.begin;
   const int64_t padded = RoundUp(count, kLanes);
@@ -77,9 +88,25 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
   // Bounds do not decrease from row to row.
   const bool masked =
       scratch.first_key[rows - 1] > tile.begin || scratch.last_key[0] < tile.end - 1;
+  const int64_t ahead = next.end - next.begin;
+  for (int64_t r = 0; r < rows; r += 2) {
+    const float* q = scratch.q + r * dim_qk;
+    float* s = scratch.scores + r * kKeyTile;
+    const auto prefetch = [&](int64_t i, int64_t n) {
+      if (r > 0) return;
+      for (int64_t j = i; j < i + n && j < ahead; ++j) {
+        PrefetchRow(next.k[j], block.head_dim_qk);
+        PrefetchRow(next.v[j], block.head_dim_vo);
+      }
+    };
+    if (r + 1 < rows) {
+      ScoreRows<Element, 2>(q, dim_qk, tile.k, count, s, prefetch);
+    } else {
+      ScoreRows<Element, 1>(q, dim_qk, tile.k, count, s, prefetch);
+    }
+  }
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scratch.scores + r * kKeyTile;
-    ScoreRow(scratch.q + r * dim_qk, dim_qk, tile.k, count, s);
     if (masked || padded != count) {
       const int64_t last =
           scratch.last_key[r] < tile.end - 1 ? scratch.last_key[r] : tile.end - 1;
@@ -93,13 +120,13 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
     }
     SoftmaxRow(s, padded, block.score_scale, state.top + r, state.sum + r, scratch.alpha + r);
   }
-  const ValueProduct product = {scratch.scores, 0,       tile.v,      count,
-                                scratch.alpha,  state.o, state.stride};
+  const ValueProduct<Element> product = {scratch.scores, 0,       tile.v,      count,
+                                         scratch.alpha,  state.o, state.stride};
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
   if (masked) {
-    AccumulateMasked<WeightLayout::kRowMajor>(product, scratch, tile.begin, 0, rows, dim_vo, 0);
+    AccumulateMasked<Element, WeightLayout::kRowMajor>(product, scratch, tile.begin, 0, rows, dim_vo, 0);
   } else {
-    AccumulateValues<WeightLayout::kRowMajor>(product, 0, rows, dim_vo);
+    AccumulateValues<Element, WeightLayout::kRowMajor>(product, 0, rows, dim_vo);
   }
 }
 
@@ -158,7 +185,7 @@ TFI_INLINE void SoftmaxPanel(float* s, int64_t count, float scale, float* top, f
  */
 template <int kVecs>
 void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const State& state,
-                     const Tile& tile, int64_t row, int64_t num_rows) {
+                     const Tile<Float32>& tile, int64_t row, int64_t num_rows) {
   constexpr int64_t kWidth = kVecs * kLanes;
   const int32_t* first_key = scratch.first_key + row;
   const int32_t* last_key = scratch.last_key + row;
@@ -176,19 +203,19 @@ void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const 
   if (masked) MaskPanel<kVecs>(s, begin, end, first_key, last_key);
   SoftmaxPanel<kVecs>(s, end - begin, block.score_scale, state.top + row, state.sum + row,
                       scratch.alpha);
-  const ValueProduct product = {
+  const ValueProduct<Float32> product = {
       s, kWidth, v, end - begin, scratch.alpha, state.o + row * state.stride, state.stride};
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
   if (masked) {
-    AccumulateMasked<WeightLayout::kKeyMajor>(product, scratch, begin, 0, num_rows, dim_vo, row);
+    AccumulateMasked<Float32, WeightLayout::kKeyMajor>(product, scratch, begin, 0, num_rows, dim_vo, row);
   } else {
-    AccumulateValues<WeightLayout::kKeyMajor>(product, 0, num_rows, dim_vo);
+    AccumulateValues<Float32, WeightLayout::kKeyMajor>(product, 0, num_rows, dim_vo);
   }
 }
 
 template <int kVecs>
 void AttendTileLastPanel(const AttentionBlock& block, const Scratch& scratch, const State& state,
-                         const Tile& tile, int64_t row, int64_t num_rows) {
+                         const Tile<Float32>& tile, int64_t row, int64_t num_rows) {
   if constexpr (kVecs > 1) {
     if (num_rows <= (kVecs - 1) * kLanes) {
       AttendTileLastPanel<kVecs - 1>(block, scratch, state, tile, row, num_rows);

@@ -1,4 +1,4 @@
-// Gathers the keys and values of a tile from pages as pointers to rows of floats.
+// Gathers the keys and values of a tile from pages as pointers to rows.
 #ifndef TVM_FLASHINFER_KERNELS_CPU_ISA_KEY_TILE_H_
 #define TVM_FLASHINFER_KERNELS_CPU_ISA_KEY_TILE_H_
 
@@ -33,18 +33,18 @@ TFI_INLINE RowSource ValuesOf(const AttentionBlock& block) {
           keys.pages, keys.page_size,     block.head_dim_vo};
 }
 
+template <typename A, typename B>
+constexpr bool kSame = false;
+template <typename A>
+constexpr bool kSame<A, A> = true;
+
 /*!
- * \brief Let rows[i] point to row begin + i as floats, i < count. Only these rows are touched.
- *
- * Rows are converted to scratch, whose rows are padded with zeros to whole vectors, unless they
- * are float32 already and the reader needs no padding.
+ * \brief Call visit(i, row) for the stored rows begin + i, 0 <= i < count, and for no other: slots that
+ * are not in use may hold anything.
  */
-template <typename Element>
-void GatherRows(const RowSource& source, int64_t begin, int64_t count, bool needs_padding,
-                float* scratch, const float** rows) {
-  typedef typename Element::Raw Raw;
-  const bool in_place = sizeof(Raw) == sizeof(float) && !needs_padding;
-  const int64_t scratch_stride = RoundUp(source.dim, kMaxLanes);
+template <typename Raw, typename Visitor>
+TFI_INLINE void ForEachRow(const RowSource& source, int64_t begin, int64_t count,
+                           const Visitor& visit) {
   int64_t page = begin / source.page_size;
   int64_t slot = begin - page * source.page_size;
   for (int64_t i = 0; i < count; ++page, slot = 0) {
@@ -53,24 +53,49 @@ void GatherRows(const RowSource& source, int64_t begin, int64_t count, bool need
                      slot * source.stride_slot;
     const int64_t left = source.page_size - slot;
     const int64_t end = count - i < left ? count : i + left;
-    for (; i < end; ++i, row += source.stride_slot) {
-      if (in_place) {
-        rows[i] = reinterpret_cast<const float*>(row);
-      } else {
-        float* target = scratch + i * scratch_stride;
-        LoadRow<Element>(row, source.dim, target);
-        rows[i] = target;
-      }
-    }
+    for (; i < end; ++i, row += source.stride_slot) visit(i, row);
   }
 }
 
-/*! \brief Whether the first dim floats (rounded up to whole vectors) of all rows are finite. */
-TFI_INLINE bool AllFinite(const float* const* rows, int64_t count, int64_t dim) {
+/*! \brief Let rows[i] point to row begin + i where it is stored. */
+template <typename Raw>
+void LocateRows(const RowSource& source, int64_t begin, int64_t count, const Raw** rows) {
+  ForEachRow<Raw>(source, begin, count, [&](int64_t i, const Raw* row) { rows[i] = row; });
+}
+
+/*! \brief Let rows[i] point to row begin + i as floats in scratch, padded to whole vectors with 0. */
+template <typename Element>
+void ConvertRows(const RowSource& source, int64_t begin, int64_t count, float* scratch,
+                 const float** rows) {
+  typedef typename Element::Raw Raw;
+  const int64_t stride = RoundUp(source.dim, kMaxLanes);
+  ForEachRow<Raw>(source, begin, count, [&](int64_t i, const Raw* row) {
+    float* target = scratch + i * stride;
+    LoadRow<Element>(row, source.dim, target);
+    rows[i] = target;
+  });
+}
+
+/*! \brief Let rows[i] point to row begin + i as floats, in place when that is possible. */
+template <typename Element>
+TFI_INLINE void FloatRows(const RowSource& source, int64_t begin, int64_t count, bool pad,
+                          float* scratch, const float** rows) {
+  if constexpr (kSame<Element, Float32>) {
+    if (!pad || source.dim % kLanes == 0) {
+      LocateRows<float>(source, begin, count, rows);
+      return;
+    }
+  }
+  ConvertRows<Element>(source, begin, count, scratch, rows);
+}
+
+/*! \brief Whether the first dim elements, a multiple of kLanes, of all rows are finite. */
+template <typename Element>
+TFI_INLINE bool AllFinite(const typename Element::Raw* const* rows, int64_t count, int64_t dim) {
   Vec zeros = {};
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const Vec v = Load(rows[i] + d);
+      const Vec v = Element::LoadVec(rows[i] + d);
       zeros += v - v;
     }
   }

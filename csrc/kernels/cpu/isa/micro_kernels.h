@@ -3,7 +3,7 @@
 #define TVM_FLASHINFER_KERNELS_CPU_ISA_MICRO_KERNELS_H_
 
 #include "../attention_block.h"
-#include "simd.h"
+#include "elements.h"
 
 namespace tvm_flashinfer {
 namespace kernels {
@@ -70,20 +70,42 @@ void ScorePanel(const float* q, int64_t dim, const float* const* k, int64_t coun
 }
 
 /*!
- * \brief Scores of count keys against one row, to s. q and the keys are padded to whole vectors. k
- * is readable, and s is written, up to whole vectors of keys.
+ * \brief Scores of kLanes / kRows keys against kRows rows of queries, q_stride apart. Lane
+ * r * kLanes / kRows + j of the result is the score of row r and key j; dim is a multiple of kLanes.
  */
-TFI_INLINE void ScoreRow(const float* q, int64_t dim, const float* const* k, int64_t count,
-                         float* s) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const float* key[kLanes];
-    TFI_UNROLL for (int j = 0; j < kLanes; ++j) key[j] = k[i + j];
-    Vec acc[kLanes] = {};
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      const Vec row = Load(q + d);
-      TFI_UNROLL for (int j = 0; j < kLanes; ++j) acc[j] += row * Load(key[j] + d);
+template <typename Element, int kRows>
+TFI_INLINE Vec ScoreKeysByDot(const float* q, int64_t q_stride, int64_t dim,
+                              const typename Element::Raw* const* k) {
+  constexpr int kKeys = kLanes / kRows;
+  const typename Element::Raw* key[kKeys];
+  TFI_UNROLL for (int j = 0; j < kKeys; ++j) key[j] = k[j];
+  Vec acc[kLanes] = {};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Vec rows[kRows];
+    TFI_UNROLL for (int r = 0; r < kRows; ++r) rows[r] = Load(q + r * q_stride + d);
+    TFI_UNROLL for (int j = 0; j < kKeys; ++j) {
+      const Vec element = Element::LoadVec(key[j] + d);
+      TFI_UNROLL for (int r = 0; r < kRows; ++r) acc[r * kKeys + j] += rows[r] * element;
     }
-    Store(s + i, SumOfEach(acc));
+  }
+  return SumOfEach(acc);
+}
+
+/*!
+ * \brief Scores of count keys against kRows rows, to s (kRows, kKeyTile). k is readable, and s is
+ * written, up to whole vectors of keys. prefetch(i, n) is called before the keys [i, i + n) are read.
+ */
+template <typename Element, int kRows, typename Prefetch>
+TFI_INLINE void ScoreRows(const float* q, int64_t dim, const typename Element::Raw* const* k,
+                          int64_t count, float* s, const Prefetch& prefetch) {
+  constexpr int kKeys = kLanes / kRows;
+  for (int64_t i = 0; i < count; i += kKeys) {
+    prefetch(i, kKeys);
+    const Vec scores = ScoreKeysByDot<Element, kRows>(q, dim, dim, k + i);
+    TFI_UNROLL for (int r = 0; r < kRows; ++r) {
+      memcpy(s + r * kKeyTile + i, reinterpret_cast<const float*>(&scores) + r * kKeys,
+             kKeys * sizeof(float));
+    }
   }
 }
 
@@ -92,20 +114,21 @@ enum class WeightLayout { kKeyMajor, kRowMajor };
 
 /*!
  * \brief What o += p v is given: the weight of row r for key k is p[r + k * width] or
- * p[r * kKeyTile + k]. o is (rows, o_stride); v is padded to whole vectors.
+ * p[r * kKeyTile + k]. o is (rows, o_stride); values are whole vectors.
  */
+template <typename Element>
 struct ValueProduct {
   const float* p;
   int64_t width;
-  const float* const* v;
+  const typename Element::Raw* const* v;
   int64_t num_keys;
   const float* alpha;  // o of each row is multiplied by this first
   float* o;
   int64_t o_stride;
 };
 
-template <WeightLayout kLayout, int kRows, int kVecs>
-void AccumulateBlock(const ValueProduct& x, int64_t row, int64_t column) {
+template <typename Element, WeightLayout kLayout, int kRows, int kVecs>
+void AccumulateBlock(const ValueProduct<Element>& x, int64_t row, int64_t column) {
   float* o = x.o + row * x.o_stride + column;
   Vec acc[kRows][kVecs];
   TFI_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -117,11 +140,11 @@ void AccumulateBlock(const ValueProduct& x, int64_t row, int64_t column) {
   const float* p = x.p + (by_key ? row : row * kKeyTile);
   const int64_t step = by_key ? x.width : 1;
   const int64_t row_step = by_key ? 1 : kKeyTile;
-  const float* const* v = x.v;
+  const typename Element::Raw* const* v = x.v;
   for (int64_t k = 0; k < x.num_keys; ++k, p += step) {
-    const float* value = v[k] + column;
+    const typename Element::Raw* value = v[k] + column;
     Vec values[kVecs];
-    TFI_UNROLL for (int c = 0; c < kVecs; ++c) values[c] = Load(value + c * kLanes);
+    TFI_UNROLL for (int c = 0; c < kVecs; ++c) values[c] = Element::LoadVec(value + c * kLanes);
     TFI_UNROLL for (int r = 0; r < kRows; ++r) {
       const Vec weight = Broadcast(p[r * row_step]);
       TFI_UNROLL for (int c = 0; c < kVecs; ++c) acc[r][c] += weight * values[c];
@@ -134,32 +157,32 @@ void AccumulateBlock(const ValueProduct& x, int64_t row, int64_t column) {
   }
 }
 
-template <WeightLayout kLayout, int kRows>
-void AccumulateRows(const ValueProduct& x, int64_t row, int64_t dim) {
+template <typename Element, WeightLayout kLayout, int kRows>
+void AccumulateRows(const ValueProduct<Element>& x, int64_t row, int64_t dim) {
   int64_t column = 0;
   for (; column + kBlockVecs * kLanes <= dim; column += kBlockVecs * kLanes) {
-    AccumulateBlock<kLayout, kRows, kBlockVecs>(x, row, column);
+    AccumulateBlock<Element, kLayout, kRows, kBlockVecs>(x, row, column);
   }
-  for (; column < dim; column += kLanes) AccumulateBlock<kLayout, kRows, 1>(x, row, column);
+  for (; column < dim; column += kLanes) AccumulateBlock<Element, kLayout, kRows, 1>(x, row, column);
 }
 
-template <WeightLayout kLayout, int kRows>
-void AccumulateLastRows(const ValueProduct& x, int64_t row, int64_t count, int64_t dim) {
+template <typename Element, WeightLayout kLayout, int kRows>
+void AccumulateLastRows(const ValueProduct<Element>& x, int64_t row, int64_t count, int64_t dim) {
   if (count == kRows) {
-    AccumulateRows<kLayout, kRows>(x, row, dim);
+    AccumulateRows<Element, kLayout, kRows>(x, row, dim);
   } else if constexpr (kRows > 1) {
-    AccumulateLastRows<kLayout, kRows - 1>(x, row, count, dim);
+    AccumulateLastRows<Element, kLayout, kRows - 1>(x, row, count, dim);
   }
 }
 
 /*! \brief o = alpha o + p v for the rows [row, row_end). */
-template <WeightLayout kLayout>
-void AccumulateValues(const ValueProduct& x, int64_t row, int64_t row_end, int64_t dim) {
+template <typename Element, WeightLayout kLayout>
+void AccumulateValues(const ValueProduct<Element>& x, int64_t row, int64_t row_end, int64_t dim) {
   for (; row + kBlockScalars <= row_end; row += kBlockScalars) {
-    AccumulateRows<kLayout, kBlockScalars>(x, row, dim);
+    AccumulateRows<Element, kLayout, kBlockScalars>(x, row, dim);
   }
   if (row < row_end) {
-    AccumulateLastRows<kLayout, kBlockScalars - 1>(x, row, row_end - row, dim);
+    AccumulateLastRows<Element, kLayout, kBlockScalars - 1>(x, row, row_end - row, dim);
   }
 }
 

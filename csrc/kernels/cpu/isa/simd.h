@@ -45,6 +45,7 @@ constexpr int kLanes = 4;
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
+typedef float FourFloats __attribute__((vector_size(16)));
 typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
 // For memory of any alignment.
 typedef float VecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));

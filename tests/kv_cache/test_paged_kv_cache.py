@@ -1,0 +1,225 @@
+"""Our paged KV cache on CPU, against float64 NumPy and against TVM's own cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+from tvm_ffi import Shape
+from tvm_flashinfer.relax import read_report
+
+GROUPS = {1: (4, 4), 3: (6, 2), 4: (8, 2), 8: (8, 1)}
+
+
+def serve(driver) -> None:
+    """Prefill, chunks on top, decode, and every way to edit sequences."""
+    driver.add(0, 1, 2)
+    driver.step([0], [7])  # inside the first page
+    driver.step([1, 2], [33, 16])  # over pages; exactly one page
+    driver.step([0, 1, 2], [1, 1, 1])  # decode
+    driver.step([0, 1], [5, 20])  # chunks on what is there
+    driver.step([2, 0], [1, 9])  # decode and prefill in one step, in another order
+    for _ in range(6):
+        driver.step([0, 1, 2], [1, 1, 1])
+    driver.fork(1, 3)  # at the end, inside a page
+    driver.fork(1, 4, 16)  # at the end of a page
+    driver.fork(1, 5, 21)  # inside a page
+    driver.step([3, 4, 5, 1], [1, 1, 1, 1])
+    driver.step([5, 4], [17, 3])
+    driver.pop(1, 4)
+    driver.pop(0, 25)  # back over the end of a page
+    driver.step([0, 1], [2, 1])
+    driver.remove(2)
+    driver.add(2)
+    driver.step([2, 3], [18, 1])
+    for seq in (0, 1, 2, 3, 4, 5):
+        driver.check_contents(seq)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_serving(group: int, dtype: str, model_of, compare) -> None:
+    heads, kv_heads = GROUPS[group]
+    compare(model_of(num_qo_heads=heads, num_kv_heads=kv_heads, dtype=dtype), serve)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 32])
+@pytest.mark.parametrize("group", [1, 8])
+def test_other_page_sizes(group: int, page_size: int, model_of, compare) -> None:
+    """TVM's kernels take pages of 16 tokens only."""
+    heads, kv_heads = GROUPS[group]
+    model = model_of(num_qo_heads=heads, num_kv_heads=kv_heads)
+    compare(model, serve, tvms=False, page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_mode": int(RopeMode.NONE), "rope_theta": -1.0, "rope_scale": -1.0},
+        {"rotary_dim": 16, "rope_scale": 0.5, "rope_theta": 500000.0},
+        {"rope_scaling": json.dumps({"rope_type": "gptj"})},
+        {"rope_scaling": json.dumps({"rope_type": "linear", "factor": 4.0})},
+        {
+            "rope_scaling": json.dumps(
+                {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            )
+        },
+    ],
+    ids=["none", "partial", "gptj", "linear", "llama3"],
+)
+def test_rope(changes, model_of, compare) -> None:
+    def steps(driver) -> None:
+        driver.add(0, 1)
+        driver.step([0, 1], [40, 3])
+        driver.step([0, 1], [1, 1])
+        driver.step([1], [30])
+        driver.check_contents(0)
+        driver.check_contents(1)
+
+    compare(model_of(**changes), steps)
+
+
+def test_empty_sequences_and_odd_head_dim(model_of, compare) -> None:
+    """A sequence may be added and not used; any head_dim runs on CPU."""
+
+    def steps(driver) -> None:
+        driver.add(0, 1)
+        driver.step([1], [3])
+        driver.step([0, 1], [1, 1])
+
+    compare(model_of(head_dim=24, rotary_dim=24), steps)
+
+
+def test_pages_are_given_back(base_model, drive) -> None:
+    driver = drive(base_model, "create_flashinfer_paged_kv_cache")
+    free = driver.pages
+    driver.add(0)
+    driver.step([0], [40])
+    assert driver.pages == free - 3
+    driver.fork(0, 1)
+    driver.remove(0)
+    driver.remove(1)
+    assert driver.pages == free
+
+
+def test_sliding_cache_is_refused_when_created(base_model, drive) -> None:
+    """It would rotate inside attention, where these kernels do not look."""
+    with pytest.raises(ValueError, match="support_sliding_window"):
+        drive(base_model, "create_flashinfer_paged_kv_cache", support_sliding_window=1)
+    drive(base_model, "create_tir_paged_kv_cache", support_sliding_window=1)
+    driver = drive(base_model, "create_flashinfer_paged_kv_cache")
+    driver.add(0)
+    driver.step([0], [5])
+    assert driver.error < 1e-5
+
+
+def test_token_tree(base_model, compare) -> None:
+    """Both tree slots, and the compaction of pages when a branch is accepted.
+
+    TVM's own cache on CPU has the two tree functions in each other's slot and cannot do this.
+    """
+
+    def steps(driver) -> None:
+        driver.add(0)
+        driver.step([0], [14])
+        #   0 - 1 - 3 - 5
+        #     \ 2 - 4
+        driver.step([0], [6], [[-1, 0, 0, 1, 2, 3]])
+        driver.commit(0, 4, [0, 2, 4], 6)
+        driver.step([0], [1])
+        driver.step([0], [3], [[-1, 0, 0]])
+        driver.commit(0, 2, [0, 2], 3)
+        driver.step([0], [20])
+        driver.check_contents(0)
+
+    compare(base_model, steps, tvms=False)
+
+
+def test_tree_that_grows(base_model, drive) -> None:
+    """A tree on an uncommitted tree attends through the slot of paged trees."""
+    driver = drive(base_model, "create_flashinfer_paged_kv_cache")
+    driver.add(0)
+    driver.step([0], [20])
+    driver.step([0], [3], [[-1, 0, 0]])
+    assert driver.error < 1e-5
+    tokens, model = 2, driver.model
+    qkv = driver.random(tokens, 12, model.head_dim)
+    # The two new tokens hang below nodes 1 and 2 of the tree in the cache.
+    begin = tvm_ffi.get_global_func("vm.builtin.kv_state_begin_forward")
+    begin(driver.cache, Shape([0]), Shape([2]), Shape([1, 2]))
+    out = tvm.runtime.empty((tokens, 4, model.head_dim), model.dtype)
+    fused = tvm_ffi.get_global_func("vm.builtin.attention_kv_cache_attention_with_fused_qkv")
+    fused(driver.cache, 0, 0.25, tvm.runtime.tensor(qkv, tvm.cpu()), out)
+    oracle = driver.oracle
+    past = len(oracle.keys[0, 0])
+    k, v = oracle.keys[0, 0], oracle.values[0, 0]
+    x = qkv.astype(np.float64)
+    depth = np.full(2, past - 3 + 2)
+    q, new_k, new_v = oracle.rotate(x[:, :4], depth), oracle.rotate(x[:, 4:8], depth), x[:, 8:]
+    for row, parent in enumerate((1, 2)):
+        seen = [*range(past - 3), past - 3, past - 3 + parent]
+        keys = np.concatenate([k[seen], new_k[row : row + 1]])
+        values = np.concatenate([v[seen], new_v[row : row + 1]])
+        scores = np.einsum("hd,mhd->hm", q[row], keys) * 0.25
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        expected = np.einsum("hm,mhd->hd", weights, values)
+        np.testing.assert_allclose(out.numpy()[row], expected, atol=1e-5)
+
+
+def test_layers_that_slide(model_of, compare) -> None:
+    """Such layers run on TVM's kernels; both caches must agree, and the others be right."""
+    model = model_of(attn_kind=("mha", "mha_sliding"))
+
+    def steps(driver) -> None:
+        driver.add(0)
+        driver.step([0], [40])
+        driver.step([0], [10])
+        for _ in range(3):
+            driver.step([0], [1])
+
+    # No sequence reaches the window of 1024, so that the oracle holds.
+    compare(model, steps)
+
+
+def test_self_cross_and_merge(model_of, drive) -> None:
+    """A model may attend in two parts and merge them, for which TVM's cache wants two functions."""
+    model = model_of(rope_mode=int(RopeMode.NONE))
+    driver = drive(model, "create_flashinfer_paged_kv_cache")
+    driver.add(0)
+    driver.step([0], [20])
+    n, h, d = 5, model.num_qo_heads, model.head_dim
+    qkv = driver.random(n, 3 * h, d)
+    expected = driver.oracle.attend(0, [0], [n], qkv)
+    builtin: Callable[[str], Callable] = lambda name: tvm_ffi.get_global_func(f"vm.builtin.{name}")  # noqa: E731
+    builtin("kv_state_begin_forward")(driver.cache, Shape([0]), Shape([n]))
+    q, k, v = (
+        tvm.runtime.tensor(np.ascontiguousarray(part), tvm.cpu())
+        for part in np.split(qkv, 3, axis=1)
+    )
+    parts = []
+    for name, inputs in (("self_attention", (q, k, v)), ("cross_attention", (q,))):
+        o = tvm.runtime.empty((n, h, d), model.dtype)
+        lse = tvm.runtime.empty((n, h), "float32")
+        builtin(f"attention_kv_cache_{name}")(driver.cache, 0, 0.25, *inputs, o, lse)
+        parts += [o, lse]
+    builtin("attention_kv_cache_merge_attn_output_inplace")(driver.cache, *parts)
+    np.testing.assert_allclose(parts[0].numpy(), expected, atol=1e-5)
+
+
+def test_report_of_the_library(base_model, compile_model) -> None:
+    """It is read without a cache."""
+    report = read_report(compile_model(base_model))
+    native = {row.slot for row in report.rows if row.status == "native"}
+    assert {"append", "prefill_ragged", "prefill_paged", "decode_paged", "split_rotary"} <= native
