@@ -56,6 +56,17 @@ def device(request: pytest.FixtureRequest) -> Any:
     return tvm.cuda(0)
 
 
+@pytest.fixture(scope="session")
+def cuda() -> Any:
+    """`tvm.cuda(0)`, for tests of that device alone; they are skipped where there is none."""
+    import tvm
+
+    reason = cuda_missing()
+    if reason is not None:
+        pytest.skip(reason)
+    return tvm.cuda(0)
+
+
 class Ops:
     """The packed functions by their short names: `ops.merge_state` is `flashinfer.merge_state`."""
 

@@ -122,6 +122,15 @@ def synchronize(device: Any) -> None:
         device.sync()
 
 
+def view_of(
+    owner: Any, dtype: np.dtype, shape: Sequence[int], strides: Sequence[int], start: int = 0
+) -> Any:
+    """A tensor over part of `owner`: strides in elements, `start` in bytes in its byte_offset."""
+    return tvm_ffi.from_dlpack(
+        _Exporter(owner, owner.data_ptr(), np.dtype(dtype), shape, strides, start)
+    )
+
+
 class DeviceTensor:
     """A view into an allocation that this object (or the one it was cut from) owns.
 

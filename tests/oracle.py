@@ -75,9 +75,10 @@ def _attend(
     top = s.max(-1, keepdims=True)
     top[np.isneginf(top)] = 0
     np.exp(s - top, out=s)
-    total = s.sum(-1)
     if p_dtype is not None:
+        # Numerator and denominator from the same rounded weights, as the tensor-core kernels do.
         s = s.astype(p_dtype).astype(compute)
+    total = s.sum(-1)
     with np.errstate(divide="ignore"):
         lse = top[..., 0] * compute(LOG2E) + np.log2(total)
     o = (s @ values) / np.where(total > 0, total, 1)[..., None]
@@ -125,7 +126,8 @@ def assert_rows_close(
 ) -> None:
     """`actual` errs at most twice as much as `plain`, plus `floor`, relative to each row's maximum.
 
-    Rows lie along the last axis. NaN and inf count as infinite errors.
+    Rows lie along the last axis, and hold a few elements at least: a single one may cancel to
+    nearly nothing. NaN and inf count as infinite errors.
     """
     assert actual.shape == exact.shape, f"{what}: shape {actual.shape}, expected {exact.shape}"
     if actual.size == 0:

@@ -38,8 +38,8 @@ def unsupported_tvm() -> str | None:
         return None
     served = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_TVM)
     return (
-        f"apache-tvm is {tvm.__version__}; {served} are served, other releases call their KV cache's "
-        "functions in other ways. Install one of those"
+        f"apache-tvm is {tvm.__version__}; {served} are served, other releases call the functions "
+        "of their KV cache in other ways. Install one of those"
     )
 
 

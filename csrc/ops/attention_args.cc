@@ -218,6 +218,10 @@ void RequireCudaAttention(const Checker& check, const kernels::AttentionArgs& ar
     message << " has no CUDA kernel; head_dim 64, 128 and 256 have (pad to the next of them)";
     reason = message.str();
   }
+  if (reason.empty() && !(args.sm_scale > 0)) {
+    reason = "`sm_scale` is " + std::to_string(args.sm_scale) +
+             "; the CUDA kernels need a positive one (negate q for a negative scale)";
+  }
   if (!reason.empty()) check.FailValue(reason);
 }
 

@@ -75,6 +75,7 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
     shape.dtype = dtype;
     shape.head_dim_qk = static_cast<int32_t>(head_dim_qk);
     shape.head_dim_vo = static_cast<int32_t>(head_dim_vo);
+    shape.sm_scale = 1;  // known at the run
     RequireCudaAttention(check, shape);
     const kernels::cuda::PlanArgs args{DataOf(float_workspace),
                                        float_workspace.numel(),
@@ -89,8 +90,8 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
                                        shape.head_dim_qk,
                                        shape.head_dim_vo,
                                        static_cast<int32_t>(page_size),
+                                       /*causal=*/true,  // one row: the same keys either way
                                        static_cast<int32_t>(window_left),
-                                       enable_cuda_graph,
                                        /*fixed_split_size=*/-1,
                                        /*disable_split_kv=*/false};
     kernels::cuda::PlanFn plan;

@@ -120,8 +120,8 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
                                        static_cast<int32_t>(head_dim_qk),
                                        static_cast<int32_t>(head_dim_vo),
                                        static_cast<int32_t>(page_size),
+                                       causal,
                                        static_cast<int32_t>(window_left),
-                                       enable_cuda_graph,
                                        fixed_split_size,
                                        disable_split_kv};
     auto plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_prefill_plan", device);

@@ -192,7 +192,9 @@ void Checker::Finite(const char* name, double value) const {
 }
 
 void Checker::HeadRatio(int64_t num_qo_heads, int64_t num_kv_heads) const {
-  if (num_kv_heads <= 0 || num_qo_heads <= 0 || num_qo_heads % num_kv_heads != 0) {
+  Positive("num_qo_heads", num_qo_heads);
+  Positive("num_kv_heads", num_kv_heads);
+  if (num_qo_heads % num_kv_heads != 0) {
     FailValue(Text("num_qo_heads ", num_qo_heads, " is no multiple of num_kv_heads ", num_kv_heads,
                    "; every KV head must serve the same number of query heads"));
   }

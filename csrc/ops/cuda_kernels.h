@@ -39,7 +39,9 @@ Fn RequireCommon(const Checker& check, const char* name, DLDevice device) {
 template <typename Fn, typename... Args>
 void Launch(const Checker& check, Fn function, Args&&... args) {
   char error[kernels::cuda::kErrorSize] = "";
-  if (function(std::forward<Args>(args)..., error) != 0) check.FailRuntime(error);
+  const int status = function(std::forward<Args>(args)..., error);
+  if (status == kernels::cuda::kBadArgument) check.FailValue(error);
+  if (status != kernels::cuda::kOk) check.FailRuntime(error);
 }
 
 /*! \brief A host copy of an int32 device tensor; waits for the work of the current stream. */

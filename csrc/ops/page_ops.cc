@@ -79,7 +79,7 @@ void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_
   CheckRange(check, "src_page", src_page, pool.num_pages, "the pages of `pages`");
   CheckRange(check, "tgt_page", tgt_page, pool.num_pages, "the pages of `pages`");
   CheckRange(check, "copy_length", copy_length, pool.page_size + 1LL,
-             "it counts the tokens of one page");
+             "it counts tokens, and a page of `pages` holds page_size of them");
   if (src_page == tgt_page) return;
   const kernels::CopyPageArgs args{pool, src_page, tgt_page, copy_length};
   if (IsCPU(pages.device())) {

@@ -95,8 +95,16 @@ def nt_matmul(
                                         ) * T.cast(w[w0 + j, step * lanes + lane], "float32")
                         for i in T.unroll(rows):
                             for j in T.unroll(columns):
+                                for lane in T.vectorized(lanes // 2):
+                                    acc[(i * columns + j) * lanes + lane] += acc[
+                                        (i * columns + j) * lanes + lanes // 2 + lane
+                                    ]
+                                for lane in T.vectorized(lanes // 4):
+                                    acc[(i * columns + j) * lanes + lane] += acc[
+                                        (i * columns + j) * lanes + lanes // 4 + lane
+                                    ]
                                 total[0] = T.float32(0)
-                                for lane in T.unroll(lanes):
+                                for lane in T.unroll(lanes // 4):
                                     total[0] += acc[(i * columns + j) * lanes + lane]
                                 y[x0 + i, w0 + j] = T.cast(total[0], out_dtype)
                 for xr, wr in T.grid(rows_here % rows, block):

@@ -1,7 +1,7 @@
 """Caches on CPU, driven as a serving engine drives them, beside a float64 oracle.
 
-One compiled module for each model shape holds our cache and TVM's. A `Driver` gives the same steps to
-a cache and to the oracle, and measures how far apart they are.
+A compiled library has our cache and TVM's for every model of one shape. A `Driver` gives the same
+steps to a cache and to the oracle, and measures how far apart they are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from parsed_once import kernels_parsed_once
 from tvm import relax as rx
 from tvm import tirx
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm_ffi import Shape
 
-OURS = "create_flashinfer_paged_kv_cache"
-TVMS = "create_tir_paged_kv_cache"
 NUM_LAYERS = 2
 SM_SCALE = 0.25
 
@@ -45,19 +44,47 @@ class Model:
     rotary_dim: int = 32
     rope_scaling: str = "{}"
     attn_kind: tuple[str, ...] | str = "mha"
-    layer_window: int = 1024
+
+    @property
+    def library(self) -> tuple[int, int, int, str]:
+        """Models of one value are compiled together, since they share TVM's kernels."""
+        return self.num_qo_heads, self.num_kv_heads, self.head_dim, self.dtype
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+#: Every model of the tests. The number in a name is the query heads per KV head.
+MODELS = {
+    "group1": Model(),
+    "group1_half": Model(dtype="float16"),
+    "group3": Model(6, 2, head_dim=24, rotary_dim=24),
+    "group4": Model(8, 2, dtype="bfloat16"),
+    "group8": Model(8, 1, dtype="float16"),
+    # Models without RoPE leave values that mean nothing.
+    "no_rope": Model(rope_mode=int(RopeMode.NONE), rope_theta=-1.0, rope_scale=-1.0),
+    "partial_rope": Model(rotary_dim=16, rope_scale=0.5, rope_theta=500000.0),
+    "gptj_rope": Model(rope_scaling='{"rope_type": "gptj"}'),
+    "linear_rope": Model(rope_scaling='{"rope_type": "linear", "factor": 4.0}'),
+    "llama3_rope": Model(rope_scaling=json.dumps(LLAMA3)),
+    "sliding_layer": Model(attn_kind=("mha", "mha_sliding")),
+}
 
 
 def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def generic_module(model: Model) -> tvm.IRModule:
-    """The module that MLC LLM exports for a model, without the model."""
+def add_generic_creation(builder: rx.BlockBuilder, name: str, model: Model) -> None:
+    """Add what MLC LLM exports for a model, without the model."""
     from tvm_flashinfer.relax._compat import StringImm
 
-    names = ("batch", "total", "chunk", "page", "slide")
-    sizes = [tirx.Var(name, "int64") for name in names]
+    sizes = [tirx.Var(size, "int64") for size in ("batch", "total", "chunk", "page", "slide")]
     kinds = model.attn_kind
     dtype = (
         rx.DataTypeImm(model.dtype)
@@ -65,9 +92,8 @@ def generic_module(model: Model) -> tvm.IRModule:
         else tvm.ir.GenericConst(tvm.DataType(model.dtype), rx.AnyType())
     )
     numbers = [NUM_LAYERS, model.num_qo_heads, model.num_kv_heads, model.head_dim, model.head_dim]
-    builder = rx.BlockBuilder()
     params = [rx.Var(f"{var.name}_", rx.ShapeType([var])) for var in sizes]
-    with builder.function("create_paged_kv_cache", params):
+    with builder.function(f"create_{name}_cache", params):
         cache = rx.call_pure_packed(
             "mlc.create_paged_kv_cache_generic",
             StringImm(kinds) if isinstance(kinds, str) else [StringImm(kind) for kind in kinds],
@@ -84,27 +110,28 @@ def generic_module(model: Model) -> tvm.IRModule:
             ty_args=rx.AnyType(),
         )
         builder.emit_func_output(cache)
-    return builder.get()
 
 
 @functools.cache
-def compiled(model: Model) -> rx.VirtualMachine:
-    """A library with both caches, loaded from disk."""
+def compiled(library: tuple[int, int, int, str]) -> rx.VirtualMachine:
+    """A library, loaded from disk, with our cache and TVM's for each of its models."""
     importlib.import_module("tvm_flashinfer")
     from tvm_flashinfer.relax import DispatchKVCacheCreation
 
-    dispatch = DispatchKVCacheCreation(
-        tvm.target.Target("llvm"), layer_sliding_window_size=model.layer_window
-    )
-    executable = rx.build(dispatch(generic_module(model)), "llvm")
-    path = Path(libraries().name) / f"{compiled.cache_info().misses}.so"
-    executable.export_library(str(path))
+    builder = rx.BlockBuilder()
+    for name, model in MODELS.items():
+        if model.library == library:
+            add_generic_creation(builder, name, model)
+    with kernels_parsed_once():
+        mod = DispatchKVCacheCreation(tvm.target.Target("llvm"))(builder.get())
+    path = Path(folder().name) / f"{compiled.cache_info().misses}.so"
+    rx.build(mod, "llvm").export_library(str(path))
     return rx.VirtualMachine(tvm.runtime.load_module(str(path)), tvm.cpu())
 
 
 @functools.cache
-def libraries() -> tempfile.TemporaryDirectory[str]:
-    """A folder until the process ends: a library that is loaded must not lose its inode to another."""
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder until the process ends: a loaded library must not lose its inode to another."""
     return tempfile.TemporaryDirectory(prefix="tvm-flashinfer-tests-")
 
 
@@ -196,8 +223,8 @@ class Driver:
 
     def __init__(
         self,
-        model: Model,
-        which: str,
+        name: str,
+        which: str = "flashinfer",
         *,
         page_size: int = 16,
         batch: int = 8,
@@ -205,8 +232,8 @@ class Driver:
         chunk: int = 256,
         support_sliding_window: int = 0,
     ) -> None:
-        self.model = model
-        create = compiled(model)[which]
+        self.model = model = MODELS[name]
+        create = compiled(model.library)[f"create_{which}_{name}_cache"]
         sizes = (batch, total, chunk, page_size, support_sliding_window)
         self.cache = create(*(Shape([size]) for size in sizes))
         self.oracle = Oracle(model)
@@ -214,22 +241,27 @@ class Driver:
         self.error = 0.0
 
     def add(self, *seqs: int) -> None:
+        """Make empty sequences."""
         for seq in seqs:
             builtin("kv_state_add_sequence")(self.cache, seq)
 
     def fork(self, parent: int, child: int, at: int = -1) -> None:
+        """Start a sequence from the first `at` tokens of another one, or from all of them."""
         builtin("kv_state_fork_sequence")(self.cache, parent, child, at)
         self.oracle.edit(parent, lambda x: x[: len(x) if at < 0 else at], child)
 
     def pop(self, seq: int, n: int) -> None:
+        """Take the last tokens from a sequence."""
         builtin("kv_state_popn")(self.cache, seq, n)
         self.oracle.edit(seq, lambda x: x[: len(x) - n], seq)
 
     def remove(self, seq: int) -> None:
+        """Drop a sequence."""
         builtin("kv_state_remove_sequence")(self.cache, seq)
         self.oracle.edit(seq, lambda x: x[:0], seq)
 
     def random(self, *shape: int) -> np.ndarray:
+        """Return normal numbers in the dtype of the model."""
         return self.rng.standard_normal(shape).astype(numpy_dtype(self.model.dtype))
 
     def step(
@@ -243,7 +275,8 @@ class Driver:
         model, trees = self.model, {}
         flat = None if parents is None else Shape([p for tree in parents for p in tree])
         if parents is not None:
-            trees = dict(zip(("visible", "depths"), zip(*map(tree_masks, parents)), strict=True))
+            masks = [tree_masks(tree) for tree in parents]
+            trees = {"visible": [m[0] for m in masks], "depths": [m[1] for m in masks]}
         builtin("kv_state_begin_forward")(self.cache, Shape(seqs), Shape(lens), flat)
         for layer in range(NUM_LAYERS):
             heads = model.num_qo_heads + 2 * model.num_kv_heads
@@ -277,6 +310,7 @@ class Driver:
             self.check(v.numpy()[layer], self.oracle.values[seq, layer])
 
     def check(self, got: np.ndarray, expected: np.ndarray) -> None:
+        """Remember the error if it is the largest so far; NaN is infinite."""
         error = np.abs(np.asarray(got, np.float64) - expected).max()
         self.error = max(self.error, float(np.inf if np.isnan(error) else error))
 
@@ -302,26 +336,14 @@ TOLERANCE = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}
 
 
 @pytest.fixture
-def base_model() -> Model:
-    """A small model; `dataclasses.replace` makes others of it."""
-    return Model()
-
-
-@pytest.fixture
-def model_of() -> Callable[..., Model]:
-    """Make a model with changes."""
-    return functools.partial(replace, Model())
-
-
-@pytest.fixture
-def compile_model() -> Callable[[Model], rx.VirtualMachine]:
-    """`compiled`."""
-    return compiled
+def compile_model() -> Callable[[str], rx.VirtualMachine]:
+    """Return the library with a model's caches."""
+    return lambda name: compiled(MODELS[name].library)
 
 
 @pytest.fixture
 def drive() -> type[Driver]:
-    """`Driver`."""
+    """`Driver`; its first argument is one of `MODELS`, its second ``"flashinfer"`` or ``"tir"``."""
     return Driver
 
 
@@ -332,15 +354,16 @@ def compare() -> Callable[..., None]:
     Ours must be right, and no more than twice as far from the oracle as TVM's, or one rounding.
     """
 
-    def run(model: Model, steps: Callable[[Driver], None], tvms: bool = True, **sizes: int) -> None:
-        tolerance = TOLERANCE[model.dtype]
-        ours = Driver(model, OURS, **sizes)
+    def run(name: str, steps: Callable[[Driver], None], tvms: bool = True, **sizes: int) -> None:
+        dtype = MODELS[name].dtype
+        ours = Driver(name, **sizes)
         steps(ours)
-        assert ours.error <= tolerance, f"our error is {ours.error}, the tolerance {tolerance}"
+        assert ours.error <= TOLERANCE[dtype], f"error {ours.error}, tolerance {TOLERANCE[dtype]}"
         if tvms:
-            theirs = Driver(model, TVMS, **sizes)
+            theirs = Driver(name, "tir", **sizes)
             steps(theirs)
-            one_rounding = float(ml_dtypes.finfo(numpy_dtype(model.dtype)).eps) * 4
+            # Values are below 4, so this is one rounding of them.
+            one_rounding = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps) * 4
             assert ours.error <= 2 * theirs.error + one_rounding
 
     return run

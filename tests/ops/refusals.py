@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from batches import Args, is_cuda, passed
+from batches import is_cuda
+from calls import Args, passed
 from device_tensors import DeviceTensor, numpy_dtype, relabelled, to_device
 
 UNSUPPORTED = (ValueError, RuntimeError)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import DTYPES, Spec, decode, make_batch, needs_kernel, paged_prefill
+from batches import DTYPES, Spec, make_batch, needs_kernel
+from calls import decode, paged_prefill
 from device_tensors import numpy_dtype
 
 MIXED_KV = (1, 5, 16, 17, 100, 63)
@@ -84,7 +85,9 @@ def test_equals_prefill_of_one_row(ops, device, workspaces, rng, heads, views):
     o, lse = decode(ops, device, workspaces, batch, views=views).plan_run_check()
     other_o, other_lse = paged_prefill(ops, device, workspaces, batch, views=views).plan_run_check()
     np.testing.assert_allclose(o.astype(np.float32), other_o.astype(np.float32), atol=4e-3)
-    np.testing.assert_allclose(lse, other_lse, rtol=2e-5, atol=2e-5)
+    # The tensor-core kernel sums weights that were rounded to float16, the CUDA-core one does not.
+    tolerance = 2e-5 if device.dlpack_device_type() == 1 else 1e-3
+    np.testing.assert_allclose(lse, other_lse, rtol=tolerance, atol=tolerance)
 
 
 def test_batch_equals_single_requests(ops, device, workspaces, rng):

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import DTYPES, Spec, is_cuda, make_batch, needs_kernel, paged_prefill, ragged_prefill
+from batches import DTYPES, Spec, is_cuda, make_batch, needs_kernel
+from calls import paged_prefill, ragged_prefill
 from device_tensors import numpy_dtype
 from refusals import assert_says
 

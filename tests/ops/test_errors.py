@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import Call, Spec, decode, is_cuda, make_batch, paged_prefill, ragged_prefill
+from batches import Spec, is_cuda, make_batch
+from calls import Call, decode, paged_prefill, ragged_prefill
 from device_tensors import relabelled, to_device
 from refusals import (
     NOT_FINITE,
@@ -360,7 +361,7 @@ def test_plans_of_another_kind(paged, decoding):
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_small_workspaces(ops, device, workspaces, rng, kind, argument):
     """C46: 16 bytes are enough, or refused by plan with need and have; usable afterwards."""
-    spec = Spec((6000,) * 3, heads=(4, 2), head_dim=128)
+    spec = Spec((3000, 40), heads=(4, 2), head_dim=128)
     make = paged_prefill if kind == "prefill" else decode
     call = make(ops, device, workspaces, make_batch(rng, spec))
     where = call.plan_args[argument].device

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from batches import Args, indptr_of, is_cuda, normal, passed
+from batches import indptr_of, is_cuda, normal
+from calls import Args, passed
 from device_tensors import poisoned, relabelled, to_device
 from refusals import (
     NOT_FINITE,
@@ -176,17 +177,29 @@ def test_split_qkv_rotary(ops, device, rng, case):
     np.testing.assert_allclose(args["q"].numpy().astype(np.float32), exact, atol=4e-3)
 
 
-@pytest.mark.parametrize("case", [c for c in ROTARY if c.id not in LATE])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(c for c in ROTARY if c.id not in LATE),
+        bad("on", "support_sliding_window", value(1)),
+    ],
+)
 def test_bind_split_qkv_rotary(ops, case: Bad):
     """Parameters are refused when they are bound, not at the first token."""
-    args = {"rope_theta": 1e4, "rope_scale": 1.0, "rotary_dim": 64, "rope_scaling": "{}"}
+    args = {
+        "rope_theta": 1e4,
+        "rope_scale": 1.0,
+        "rotary_dim": 64,
+        "rope_scaling": "{}",
+        "support_sliding_window": 0,
+    }
     assert_refused(ops.bind_split_qkv_rotary, args, case, None)
 
 
 def test_bound_rotary_dim_above_head_dim(ops, device, rng):
     """A rotary_dim that does not fit the tensors is refused by the bound function."""
     args = _rotary_args(device, rng)
-    bound = ops.bind_split_qkv_rotary(1e4, 1.0, 128, "{}")
+    bound = ops.bind_split_qkv_rotary(1e4, 1.0, 128, "{}", 0)
     with unchanged(args), refused(ValueError, "rotary_dim", "128", "64"):
         bound(*passed(args, {})[:6])
 
@@ -239,15 +252,16 @@ def test_append_contents(ops, device, rng, case, monkeypatch):
     assert_refused(ops.append_paged_kv_cache, _append_args(device, rng), case, device)
 
 
-@pytest.mark.cuda
 def test_append_past_the_pool_unchecked(ops, device, rng):
     """On CUDA without the check a position past the pool is not written, and others are."""
-    if not is_cuda(device):
-        pytest.skip("CPU always checks contents")
     args = _append_args(device, rng)
     pool, k, v, _ = (x.numpy() for x in args.values())
     positions = np.array([5, 64, 1 << 30], np.int32)
     args["position_map"] = to_device(positions, device)
+    if not is_cuda(device):
+        with unchanged(args), refused(ValueError, "position_map", "64"):
+            ops.append_paged_kv_cache(*passed(args, {}))
+        return
     ops.append_paged_kv_cache(*passed(args, {}))
     expected = oracle.appended(pool, k[:1], v[:1], positions[:1])
     np.testing.assert_array_equal(args["pages"].numpy(), expected)
@@ -263,7 +277,7 @@ def test_append_past_the_pool_unchecked(ops, device, rng):
         bad("negative", "src_page", value(-1)),
         bad("past the pool", "tgt_page", value(99), ValueError, "tgt_page", r"\b99\b", r"\b4\b"),
         bad("negative", "tgt_page", value(-2)),
-        bad("above the size", "copy_length", value(17), ValueError, "copy_length", "17", "16"),
+        bad("above the size", "copy_length", value(17), ValueError, "copy_length", "17"),
         bad("negative", "copy_length", value(-1)),
         bad("text", "copy_length", value("9"), TypeError, "rgument"),
     ],

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from batches import DTYPES, Batch, Spec, decode, indptr_of, normal
+from batches import DTYPES, Batch, Spec, indptr_of, normal
+from calls import decode
 from device_tensors import DeviceTensor, numpy_dtype, poisoned, to_device
 
 POOLS = [(6, 2, 16, 64), (9, 3, 5, 80), (40, 1, 1, 128), (3, 4, 32, 256), (2, 1, 512, 64)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,14 @@ import pytest
 import tvm
 from tvm import relax as rx
 from tvm import tirx
-from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+
 from tvm_flashinfer.relax._compat import StringImm
+
+_KV_CACHE_TESTS = str(Path(__file__).parent.parent / "kv_cache")
+if _KV_CACHE_TESTS not in sys.path:
+    sys.path.insert(0, _KV_CACHE_TESTS)
+from parsed_once import kernels_parsed_once  # noqa: E402
 
 SIZES = (
     "max_batch_size",
@@ -89,7 +96,7 @@ def add_generic_creation(
     observer: str = "",
     **changes: Any,
 ) -> None:
-    """Add the function that an exported model has; an observer is called with the cache after it."""
+    """Add the function of an exported model; an observer is called with the cache after it."""
     sizes = [tirx.Var(size, "int64") for size in SIZES]
     params = [rx.Var(f"{var.name}_", rx.ShapeType([var])) for var in sizes]
     with builder.function(name, params, attrs={"num_input": 5}):
@@ -125,26 +132,9 @@ def make_generic_module(
 
 
 @pytest.fixture(autouse=True, scope="session")
-def kernels_parsed_once() -> Iterator[None]:
-    """TVM parses each of its kernels anew for every cache, which takes seconds; here it does once."""
-    names = [
-        *(name for name in vars(tvm_kv_cache) if name.startswith(("_attention_", "tree_attn"))),
-        "llama_rope_with_position_map",
-    ]
-    parsed: dict[str, Any] = {}
-
-    def once(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def cached(*args: Any, **kwargs: Any) -> Any:
-            key = repr((name, [str(arg) for arg in args], sorted(kwargs.items())))
-            if key not in parsed:
-                parsed[key] = make(*args, **kwargs)
-            return parsed[key]
-
-        return cached
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(tvm_kv_cache, name, once(name, getattr(tvm_kv_cache, name)))
+def fast_kernels() -> Iterator[None]:
+    """`kernels_parsed_once`."""
+    with kernels_parsed_once():
         yield
 
 
@@ -176,7 +166,7 @@ def cuda() -> tvm.target.Target:
 
 @pytest.fixture
 def llvm() -> tvm.target.Target:
-    """This machine."""
+    """The machine that runs the tests."""
     return tvm.target.Target("llvm")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tvm import relax as rx
+
 from tvm_flashinfer.relax import KVCacheCallError, parse_generic_call
 from tvm_flashinfer.relax._compat import StringImm
 
@@ -72,5 +73,5 @@ def test_wrong_argument_is_named(position, value, message, generic_module) -> No
 
 
 def test_wrong_number_of_layer_kinds(generic_module) -> None:
-    with pytest.raises(KVCacheCallError, match="names 2 layers.*'num_hidden_layers' is 32"):
+    with pytest.raises(KVCacheCallError, match=r"names 2 layers.*'num_hidden_layers' is 32"):
         parse_generic_call(call_of(generic_module(attn_kind=["mha", "mha"])))

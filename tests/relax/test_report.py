@@ -7,6 +7,7 @@ import json
 import pytest
 import tvm
 from tvm import relax as rx
+
 from tvm_flashinfer.relax import CompileReport, DispatchKVCacheCreation, ReportRow, read_report
 from tvm_flashinfer.relax.report import attach_report, emit_report
 

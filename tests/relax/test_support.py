@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tvm
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+
 from tvm_flashinfer.relax import parse_generic_call, unsupported_reasons
 from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW
 
@@ -19,9 +20,7 @@ LLAMA3 = {
 
 def reasons_of(mod, target, window: int = 1024) -> list[str]:
     call = mod["create_paged_kv_cache"].body.blocks[0].bindings[0].value
-    return unsupported_reasons(
-        parse_generic_call(call, layer_sliding_window_size=window), target
-    )
+    return unsupported_reasons(parse_generic_call(call, layer_sliding_window_size=window), target)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "llvm"])

@@ -47,8 +47,10 @@ class PagedKVCacheConfig:
     ----------
     attn_kind : str or sequence of str
         ``"mha"``, ``"mla"`` or ``"mha_sliding"``, for all layers or for each one.
-    max_batch_size, max_total_seq_len, prefill_chunk_size, page_size, support_sliding_window : PrimExpr
-        Sizes known at run time: sequences, tokens, tokens of a step, tokens of a page, 0 or 1.
+    max_batch_size, max_total_seq_len, prefill_chunk_size, page_size : PrimExpr
+        Sizes known at run time: sequences, tokens, tokens of a step, tokens of a page.
+    support_sliding_window : PrimExpr
+        Known at run time: 1 for a cache whose sequences slide as a whole, else 0.
     layer_partition : relax.ShapeExpr
         First layer of each pipeline stage, then the number of layers.
     num_hidden_layers, num_attention_heads, num_key_value_heads : int

@@ -1,4 +1,4 @@
-"""A pass that turns the generic creation of a paged KV cache into the creation of ours and TVM's."""
+"""A pass that turns the generic creation of a paged KV cache into that of ours and of TVM's."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ class DispatchKVCacheCreation:
         target = self.target or Target.current(allow_none=True)
         if target is None:
             raise ValueError(
-                "the target is not known; give it to DispatchKVCacheCreation or run the pass inside "
-                "`with target:`"
+                "the target is not known; give it to DispatchKVCacheCreation or run the pass "
+                "inside `with target:`"
             )
         return target
 
@@ -162,8 +162,9 @@ def _find_sites(mod: tvm.IRModule, layer_window: int) -> list[_Site]:
         ]
         if len(bindings) != 1:
             raise KVCacheCallError(
-                f"{var.name_hint} has {len(bindings)} calls of {GENERIC_SYMBOL} bound to a variable "
-                "of its body. Expected 1; a function creates one cache, outside of branches"
+                f"{var.name_hint} has {len(bindings)} calls of {GENERIC_SYMBOL} bound to a "
+                "variable of its body. Expected 1: a function creates one cache, outside of "
+                "branches"
             )
         config = parse_generic_call(
             bindings[0].value, rx.analysis.get_var2val(function).get, layer_window
@@ -201,8 +202,8 @@ def _without(mod: tvm.IRModule, sites: list[_Site]) -> tvm.IRModule:
         called = removed & {used_var.name_hint for used_var in used}
         if called:
             raise KVCacheCallError(
-                f"{var.name_hint} calls {', '.join(sorted(called))}, which this pass replaces by two "
-                "functions. Create the cache from outside the module"
+                f"{var.name_hint} calls {', '.join(sorted(called))}, which this pass replaces by "
+                "two functions. Create the cache from outside the module"
             )
     attrs = dict(mod.attrs) if mod.attrs is not None else None
     return tvm.IRModule(functions, attrs=attrs, global_infos=mod.global_infos)

@@ -1,4 +1,4 @@
-"""The paged KV cache as the hook puts it into TVM, where nobody asks for a report or for strictness."""
+"""The paged KV cache as the hook puts it into TVM: it reports, warns and is strict by itself."""
 
 from __future__ import annotations
 

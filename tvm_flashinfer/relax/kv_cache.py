@@ -55,8 +55,8 @@ class FlashInferPagedKVCache(PagedKVCache):
     UnsupportedConfigError
         When no kernel serves the configuration. It carries the reasons.
     ValueError
-        When the runtime size ``support_sliding_window`` is not 0, at the creation of the cache: such
-        a cache applies RoPE inside attention, and these kernels take keys that have it applied.
+        At the creation of the cache, when the run-time size ``support_sliding_window`` is not 0:
+        such a cache applies RoPE inside attention, and these kernels take keys that have it.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ def _tir_slots(
     paged one first, as here.
     """
     shape = (config.num_key_value_heads, config.num_attention_heads, config.qk_head_dim)
-    # These kernels can apply RoPE themselves, which our cache never asks of them. They get the scaling
-    # all the same: they are then the very functions of TVM's cache, and the module has them once.
+    # These kernels can apply RoPE themselves, which our cache never asks of them. They get the
+    # scaling all the same: so they equal those of TVM's cache, and the module has them once.
     scaling = config.tvm_rope_scaling
     window = {"sliding_window_size": config.layer_sliding_window_size} if HAS_LAYER_WINDOW else {}
     if target.kind.name == "llvm":

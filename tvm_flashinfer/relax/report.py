@@ -1,4 +1,4 @@
-"""What a compile ended in: every attention site and KV-cache slot, its kernel, or why there is none."""
+"""What a compile ended in: each attention site and KV-cache slot, with its kernel or why not."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class CompileReport:
     def __str__(self) -> str:
         native = len(self.rows) - len(self.fallbacks)
         lines = [f"{native} of {len(self.rows)} native ({self.target}, {self.ship})"]
-        widths = [max((len(cell) for cell in col), default=0) for col in zip(*self._cells())]
+        columns = zip(*self._cells(), strict=True)
+        widths = [max(len(cell) for cell in column) for column in columns]
         for row, cells in zip(self.rows, self._cells(), strict=True):
             line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             lines += [f"  {line.rstrip()}", *(f"      {reason}" for reason in row.reasons)]

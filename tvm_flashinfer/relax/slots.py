@@ -115,7 +115,7 @@ def native_rows(config: PagedKVCacheConfig, target: Target, site: str) -> list[R
 
 
 def fallback_rows(reasons: list[str], target: Target, site: str) -> list[ReportRow]:
-    """Return the report of a cache that is TVM's: one row, since every slot has the same reasons."""
+    """Return the report of a cache that is TVM's: one row, as all slots have the same reasons."""
     return [
         ReportRow(site, "all", FALLBACK, "tir_paged_kv_cache", arch_text(target), tuple(reasons))
     ]

@@ -99,8 +99,7 @@ class Batch {
                   (row * args.q_stride_row + qo_head * args.q_stride_head) * size;
         block.o = static_cast<char*>(args.o) +
                   (row * block.o_stride_row + qo_head * args.head_dim_vo) * size;
-        block.lse =
-            args.lse == nullptr ? nullptr : args.lse + row * block.lse_stride_row + qo_head;
+        block.lse = args.lse == nullptr ? nullptr : args.lse + row * block.lse_stride_row + qo_head;
         block.keys.k =
             static_cast<const char*>(kv.k) + (keys.k_offset + head * kv.k_stride_head) * size;
         block.keys.v =

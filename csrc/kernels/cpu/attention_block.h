@@ -27,8 +27,8 @@ constexpr int64_t kFewRows = 8;
 constexpr int64_t kMaxLanes = 16;
 
 /*!
- * \brief Where the keys and values of one request and KV head are. Key j is in slot j % page_size of
- * page pages[j / page_size]; ragged keys are one large page, and pages is null.
+ * \brief Where the keys and values of one request and KV head are. Key j is in slot j % page_size
+ * of page pages[j / page_size]; ragged keys are one large page, and pages is null.
  */
 struct KeySource {
   const char* k;
@@ -79,7 +79,8 @@ static inline int64_t RoundUp(int64_t value, int64_t multiple) {
 
 static inline int64_t ElementSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-/*! \brief Chunks [FirstChunk, LastChunk) hold the keys of a block; chunk c starts at key c * kKeyChunk. */
+/*! \brief Chunks [FirstChunk, LastChunk) hold the keys of a block; chunk c starts at key c *
+ * kKeyChunk. */
 static inline int64_t FirstChunk(const AttentionBlock& block) {
   return block.key_begin / kKeyChunk;
 }
@@ -100,8 +101,8 @@ static inline int64_t FirstKey(const AttentionBlock& block, int64_t r) {
   return first > 0 ? first : 0;
 }
 
-// A state is o (rows, StateStride), not normalised, then the largest raw score of each row, then the
-// sum of the exponentials below it. The row counts of the last two are rounded up.
+// A state is o (rows, StateStride), not normalised, then the largest raw score of each row, then
+// the sum of the exponentials below it. The row counts of the last two are rounded up.
 static inline int64_t StateStride(const AttentionBlock& block) {
   return RoundUp(block.head_dim_vo, kMaxLanes);
 }

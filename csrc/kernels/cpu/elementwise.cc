@@ -26,18 +26,16 @@ void ParallelForRanges(int64_t num_rows, double cost_ns_per_row, const Function&
 void MergeState(const MergeStateArgs& args) {
   const double cost_ns = 20 + 0.2 * args.head_dim;
   const KernelTable& kernels = ActiveKernels();
-  ParallelForRanges(args.num_rows * args.num_heads, cost_ns, [&](int64_t begin, int64_t end) {
-    kernels.merge_states(args, begin, end);
-  });
+  ParallelForRanges(args.num_rows * args.num_heads, cost_ns,
+                    [&](int64_t begin, int64_t end) { kernels.merge_states(args, begin, end); });
 }
 
 void SplitQKVRotary(const SplitRotaryArgs& args) {
   const int64_t num_heads = args.num_qo_heads + 2 * static_cast<int64_t>(args.num_kv_heads);
   const double cost_ns = 2.0 * args.rotary_dim + num_heads * (5 + 0.15 * args.head_dim);
   const KernelTable& kernels = ActiveKernels();
-  ParallelForRanges(args.num_rows, cost_ns, [&](int64_t begin, int64_t end) {
-    kernels.split_rotary(args, begin, end);
-  });
+  ParallelForRanges(args.num_rows, cost_ns,
+                    [&](int64_t begin, int64_t end) { kernels.split_rotary(args, begin, end); });
 }
 
 }  // namespace cpu

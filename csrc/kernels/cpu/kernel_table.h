@@ -47,8 +47,8 @@ extern const KernelTable kKernelTable;
 #endif
 
 /*!
- * \brief The table of the best instruction set that this CPU has, or of the one that the environment
- * variable TVM_FLASHINFER_CPU_ISA (baseline, v3, v4) names if the CPU has it.
+ * \brief The table of the best instruction set that this CPU has, or of the one that the
+ * environment variable TVM_FLASHINFER_CPU_ISA (baseline, v3, v4) names if the CPU has it.
  */
 const KernelTable& ActiveKernels();
 

@@ -1,5 +1,5 @@
-// A small persistent pool of threads. It has no notion of errors or futures: kernels split a job into
-// independent items and wait for all of them.
+// A small persistent pool of threads. It has no notion of errors or futures: kernels split a job
+// into independent items and wait for all of them.
 #ifndef TVM_FLASHINFER_KERNELS_CPU_THREAD_POOL_H_
 #define TVM_FLASHINFER_KERNELS_CPU_THREAD_POOL_H_
 
@@ -13,9 +13,9 @@ namespace cpu {
 /*!
  * \brief Call item(context, i) for every i in [0, count), on several threads when that pays.
  *
- * Items are handed out one by one in ascending order, so put the longest ones first. The items run on
- * the calling thread alone when the job is too small to be worth waking anyone, when the call comes
- * from inside an item, or when another thread is using the pool.
+ * Items are handed out one by one in ascending order, so put the longest ones first. The items run
+ * on the calling thread alone when the job is too small to be worth waking anyone, when the call
+ * comes from inside an item, or when another thread is using the pool.
  *
  * \param cost_ns A rough estimate of what all the items take together on one thread.
  */
@@ -26,8 +26,7 @@ void ParallelFor(int64_t count, double cost_ns, void (*item)(void* context, int6
 template <typename Function>
 void ParallelFor(int64_t count, double cost_ns, const Function& function) {
   ParallelFor(
-      count, cost_ns,
-      [](void* context, int64_t i) { (*static_cast<const Function*>(context))(i); },
+      count, cost_ns, [](void* context, int64_t i) { (*static_cast<const Function*>(context))(i); },
       const_cast<Function*>(&function));
 }
 

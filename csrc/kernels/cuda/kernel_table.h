@@ -51,7 +51,11 @@ void* Find(const std::string& name, int major, int minor);
 /*! \brief Whether code compiled for arch (such as "80" or "90a") runs on major.minor. */
 bool ArchRunsOn(const std::string& arch, int major, int minor);
 
-// Launchers return 0, or write a message to error (kErrorSize bytes) and return another value.
+/*!
+ * \brief What launchers return. When it is not kOk, error (kErrorSize bytes) holds a message:
+ * kBadArgument for what the user passed, kFailed for what CUDA or the kernel library reported.
+ */
+enum LaunchStatus : int { kOk = 0, kFailed = 1, kBadArgument = 2 };
 
 /*! \brief Names of launchers: "<op>" or "<op>:<dtype>:d<head_dim>" as spelt by KernelName. */
 std::string KernelName(const char* op, DType dtype, int head_dim_qk, int head_dim_vo);
@@ -71,8 +75,8 @@ struct PlanArgs {
   int32_t head_dim_qk;
   int32_t head_dim_vo;
   int32_t page_size;
+  bool causal;
   int32_t window_left;
-  bool enable_cuda_graph;
   int64_t fixed_split_size;
   bool disable_split_kv;
 };

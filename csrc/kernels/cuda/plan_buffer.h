@@ -61,7 +61,7 @@ class PlanBuffer {
     std::ostringstream message;
     message << name << " is too small: this plan needs " << need << " bytes and has " << have
             << "; pass a larger uint8 tensor as `" << name << "` to the plan and to the run";
-    throw std::runtime_error(message.str());
+    throw std::invalid_argument(message.str());
   }
 
   static int64_t Reserve(int64_t size, int64_t capacity) {

@@ -8,6 +8,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <stdexcept>
 #include <type_traits>
 
 #include "kernel_table.h"
@@ -54,14 +55,14 @@ class DeviceGuard {
   cudaError_t status_;
 };
 
-inline int Fail(char* error, const char* what) {
+inline int Fail(char* error, const char* what, int code = kFailed) {
   std::snprintf(error, kErrorSize, "%s", what);
-  return 1;
+  return code;
 }
 
 inline int FailCuda(char* error, cudaError_t status) {
   std::snprintf(error, kErrorSize, "%s: %s", cudaGetErrorName(status), cudaGetErrorString(status));
-  return 1;
+  return kFailed;
 }
 
 /*!
@@ -78,6 +79,8 @@ int Guarded(CudaStream stream, char* error, const Body& body) {
     cudaError_t last = cudaGetLastError();
     if (status == cudaSuccess) status = last;
     return status == cudaSuccess ? 0 : FailCuda(error, status);
+  } catch (const std::invalid_argument& e) {
+    return Fail(error, e.what(), kBadArgument);
   } catch (const std::exception& e) {
     return Fail(error, e.what());
   }

@@ -19,7 +19,8 @@ TFI_INLINE int64_t PanelWidth(int64_t rows, int64_t row) {
   return rows - row < kPanelRows ? RoundUp(rows - row, kLanes) : kPanelRows;
 }
 
-/*! \brief Row r of the block as float32 times q_factor, padded with zeros; zeros if there is none. */
+/*! \brief Row r of the block as float32 times q_factor, padded with zeros; zeros if there is none.
+ */
 template <typename Element>
 TFI_INLINE void LoadQuery(const AttentionBlock& block, int64_t r, float* target) {
   typedef typename Element::Raw Raw;
@@ -86,34 +87,18 @@ void AttendKeysFewRows(const AttentionBlock& block, const Scratch& scratch, int6
                        int64_t end, const State& state) {
   const RowSource keys = KeysOf(block);
   const RowSource values = ValuesOf(block);
-  Tile<Compute> tiles[2];
-  if (block.head_dim_qk % kLanes == 0 && block.head_dim_vo % kLanes == 0 && kSame<Element, Compute>) {
-    if constexpr (kSame<Element, Compute>) {
-    int now = 0;
-    tiles[0].begin = begin; tiles[0].end = TileEnd(begin, end);
-    LocateRows(keys, begin, tiles[0].end - begin, tiles[0].k);
-    LocateRows(values, begin, tiles[0].end - begin, tiles[0].v);
-    while (tiles[now].begin < end) {
-      Tile<Compute>& next = tiles[1 - now];
-      next.begin = tiles[now].end; next.end = TileEnd(next.begin, end);
-      LocateRows(keys, next.begin, next.end - next.begin, next.k);
-      LocateRows(values, next.begin, next.end - next.begin, next.v);
-      AttendTileFewRows(block, scratch, state, tiles[now], next);
-      now = 1 - now;
-    }
-    }
-    return;
-  }
-  Tile<Compute>& tile = tiles[0];
-  tiles[1].begin = tiles[1].end = 0;
+  Tile<Compute> tile;
   for (tile.begin = begin; tile.begin < end; tile.begin = tile.end) {
     tile.end = TileEnd(tile.begin, end);
     const int64_t count = tile.end - tile.begin;
     if constexpr (kSame<Compute, Float32>) {
       FloatRows<Element>(keys, tile.begin, count, true, scratch.k, tile.k);
       FloatRows<Element>(values, tile.begin, count, true, scratch.v, tile.v);
+    } else {
+      LocateRows(keys, tile.begin, count, tile.k);
+      LocateRows(values, tile.begin, count, tile.v);
     }
-    AttendTileFewRows(block, scratch, state, tile, tiles[1]);
+    AttendTileFewRows(block, scratch, state, tile);
   }
 }
 

@@ -55,7 +55,8 @@ TFI_INLINE Scratch ScratchAt(const AttentionBlock& block, float* memory) {
   return scratch;
 }
 
-/*! \brief What to subtract from scores: top, or 0 where there is no score, as -inf - -inf is NaN. */
+/*! \brief What to subtract from scores: top, or 0 where there is no score, as -inf - -inf is NaN.
+ */
 TFI_INLINE Vec Subtrahend(Vec top) { return top == -__builtin_inff() ? Vec{} : top; }
 
 void ClearState(const AttentionBlock& block, const State& state) {
@@ -99,8 +100,8 @@ void FinishState(const AttentionBlock& block, const State& total) {
     const int64_t head = r - query * block.group;
     const float sum = total.sum[r - block.row_begin];
     const float* o = total.o + (r - block.row_begin) * total.stride;
-    Raw* target = reinterpret_cast<Raw*>(block.o) + query * block.o_stride_row +
-                  head * block.head_dim_vo;
+    Raw* target =
+        reinterpret_cast<Raw*>(block.o) + query * block.o_stride_row + head * block.head_dim_vo;
     const Vec divisor = Broadcast(sum == 0.0f ? 1.0f : sum);  // o is 0 as well
     int64_t d = 0;
     for (; d + kLanes <= block.head_dim_vo; d += kLanes) {

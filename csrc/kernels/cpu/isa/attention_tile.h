@@ -67,19 +67,13 @@ TFI_INLINE void SoftmaxRow(float* s, int64_t count, float scale, float* top, flo
   *top = new_top[0];
 }
 
-template <typename Raw>
-TFI_INLINE void PrefetchRow(const Raw* row, int64_t dim) {
-  const char* end = reinterpret_cast<const char*>(row + dim);
-  for (const char* p = reinterpret_cast<const char*>(row); p < end; p += 64) __builtin_prefetch(p);
-}
-
 /*!
  * \brief Fold a tile into the state of at most kFewRows rows. Keys and values are read as they are
  * stored, so both head dimensions must be multiples of kLanes, or the tile be padded.
  */
 template <typename Element>
 void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, const State& state,
-                       Tile<Element>& tile, const Tile<Element>& next) {
+                       Tile<Element>& tile) {
   const int64_t rows = block.row_end - block.row_begin;
   const int64_t count = tile.end - tile.begin;
   const int64_t padded = RoundUp(count, kLanes);
@@ -88,28 +82,19 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
   // Bounds do not decrease from row to row.
   const bool masked =
       scratch.first_key[rows - 1] > tile.begin || scratch.last_key[0] < tile.end - 1;
-  const int64_t ahead = next.end - next.begin;
   for (int64_t r = 0; r < rows; r += 2) {
     const float* q = scratch.q + r * dim_qk;
     float* s = scratch.scores + r * kKeyTile;
-    const auto prefetch = [&](int64_t i, int64_t n) {
-      if (r > 0) return;
-      for (int64_t j = i; j < i + n && j < ahead; ++j) {
-        PrefetchRow(next.k[j], block.head_dim_qk);
-        PrefetchRow(next.v[j], block.head_dim_vo);
-      }
-    };
     if (r + 1 < rows) {
-      ScoreRows<Element, 2>(q, dim_qk, tile.k, count, s, prefetch);
+      ScoreRows<Element, 2>(q, dim_qk, tile.k, count, s);
     } else {
-      ScoreRows<Element, 1>(q, dim_qk, tile.k, count, s, prefetch);
+      ScoreRows<Element, 1>(q, dim_qk, tile.k, count, s);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scratch.scores + r * kKeyTile;
     if (masked || padded != count) {
-      const int64_t last =
-          scratch.last_key[r] < tile.end - 1 ? scratch.last_key[r] : tile.end - 1;
+      const int64_t last = scratch.last_key[r] < tile.end - 1 ? scratch.last_key[r] : tile.end - 1;
       const IVec lowest = BroadcastInt(scratch.first_key[r]);
       const IVec highest = BroadcastInt(static_cast<int32_t>(last));
       for (int64_t i = 0; i < padded; i += kLanes) {
@@ -124,7 +109,8 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
                                          scratch.alpha,  state.o, state.stride};
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
   if (masked) {
-    AccumulateMasked<Element, WeightLayout::kRowMajor>(product, scratch, tile.begin, 0, rows, dim_vo, 0);
+    AccumulateMasked<Element, WeightLayout::kRowMajor>(product, scratch, tile.begin, 0, rows,
+                                                       dim_vo, 0);
   } else {
     AccumulateValues<Element, WeightLayout::kRowMajor>(product, 0, rows, dim_vo);
   }
@@ -191,8 +177,7 @@ void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const 
   const int32_t* last_key = scratch.last_key + row;
   // Bounds do not decrease from row to row, so these are the keys that some row sees.
   const int64_t begin = first_key[0] > tile.begin ? first_key[0] : tile.begin;
-  const int64_t end =
-      last_key[num_rows - 1] < tile.end - 1 ? last_key[num_rows - 1] + 1 : tile.end;
+  const int64_t end = last_key[num_rows - 1] < tile.end - 1 ? last_key[num_rows - 1] + 1 : tile.end;
   if (begin >= end) return;
   const float* const* k = tile.k + (begin - tile.begin);
   const float* const* v = tile.v + (begin - tile.begin);
@@ -207,7 +192,8 @@ void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const 
       s, kWidth, v, end - begin, scratch.alpha, state.o + row * state.stride, state.stride};
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
   if (masked) {
-    AccumulateMasked<Float32, WeightLayout::kKeyMajor>(product, scratch, begin, 0, num_rows, dim_vo, row);
+    AccumulateMasked<Float32, WeightLayout::kKeyMajor>(product, scratch, begin, 0, num_rows, dim_vo,
+                                                       row);
   } else {
     AccumulateValues<Float32, WeightLayout::kKeyMajor>(product, 0, num_rows, dim_vo);
   }

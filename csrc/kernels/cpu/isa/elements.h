@@ -17,8 +17,16 @@ struct Float32 {
 };
 
 TFI_INLINE UVec Widen(const uint16_t* p) {
-  return __builtin_convertvector(
-      (HalfVec) * reinterpret_cast<const HalfVecUnaligned*>(p), UVec);
+  // GCC 12 takes __builtin_convertvector apart into several instructions.
+#if defined(__AVX512F__)
+  // With a full mask of our own: GCC 12 warns about the undefined operand of the unmasked form.
+  return (UVec)_mm512_maskz_cvtepu16_epi32(0xffff,
+                                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return (UVec)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector((HalfVec) * reinterpret_cast<const HalfVecUnaligned*>(p), UVec);
+#endif
 }
 
 TFI_INLINE void StoreNarrow(uint16_t* p, UVec bits) {
@@ -40,7 +48,7 @@ struct BFloat16 {
 struct Float16 {
   typedef uint16_t Raw;
 #if defined(__AVX512F__)
-  // With a full mask of our own: GCC 12 warns about the undefined operand of the unmasked forms.
+  // Masked for the same reason as Widen.
   TFI_INLINE Vec LoadVec(const Raw* p) {
     return (Vec)_mm512_maskz_cvtph_ps(0xffff,
                                       _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -75,10 +83,11 @@ struct Float16 {
     const UVec sign = (bits >> 16) & 0x8000;
     const UVec magnitude = bits & 0x7fffffff;
     const UVec normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    // The addition aligns the last bit of a float with the last bit of a subnormal half, and rounds.
+    // The addition aligns the last bit of a float with the last bit of a subnormal half, and
+    // rounds.
     const UVec subnormal = (UVec)((Vec)magnitude + 0.5f) - 0x3f000000u;
-    const UVec nan_or_inf = magnitude > 0x7f800000u ? (magnitude >> 13 & 0x3ff) | 0x7e00u
-                                                    : UVec{} + 0x7c00u;
+    const UVec nan_or_inf =
+        magnitude > 0x7f800000u ? (magnitude >> 13 & 0x3ff) | 0x7e00u : UVec{} + 0x7c00u;
     UVec half = magnitude < (113u << 23) ? subnormal : normal;
     half = magnitude >= (143u << 23) ? nan_or_inf : half;
     StoreNarrow(p, half | sign);
@@ -101,7 +110,8 @@ TFI_INLINE void StorePart(typename Element::Raw* p, int64_t n, Vec v) {
   for (int64_t i = 0; i < n; ++i) p[i] = part[i];
 }
 
-/*! \brief Convert a row to float; dst has room for, and is filled with zeros up to, whole vectors. */
+/*! \brief Convert a row to float; dst has room for, and is filled with zeros up to, whole vectors.
+ */
 template <typename Element>
 TFI_INLINE void LoadRow(const typename Element::Raw* src, int64_t n, float* dst) {
   int64_t i = 0;

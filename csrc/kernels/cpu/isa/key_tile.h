@@ -39,8 +39,8 @@ template <typename A>
 constexpr bool kSame<A, A> = true;
 
 /*!
- * \brief Call visit(i, row) for the stored rows begin + i, 0 <= i < count, and for no other: slots that
- * are not in use may hold anything.
+ * \brief Call visit(i, row) for the stored rows begin + i, 0 <= i < count, and for no other: slots
+ * that are not in use may hold anything.
  */
 template <typename Raw, typename Visitor>
 TFI_INLINE void ForEachRow(const RowSource& source, int64_t begin, int64_t count,
@@ -63,7 +63,8 @@ void LocateRows(const RowSource& source, int64_t begin, int64_t count, const Raw
   ForEachRow<Raw>(source, begin, count, [&](int64_t i, const Raw* row) { rows[i] = row; });
 }
 
-/*! \brief Let rows[i] point to row begin + i as floats in scratch, padded to whole vectors with 0. */
+/*! \brief Let rows[i] point to row begin + i as floats in scratch, padded to whole vectors with 0.
+ */
 template <typename Element>
 void ConvertRows(const RowSource& source, int64_t begin, int64_t count, float* scratch,
                  const float** rows) {

@@ -71,7 +71,8 @@ void ScorePanel(const float* q, int64_t dim, const float* const* k, int64_t coun
 
 /*!
  * \brief Scores of kLanes / kRows keys against kRows rows of queries, q_stride apart. Lane
- * r * kLanes / kRows + j of the result is the score of row r and key j; dim is a multiple of kLanes.
+ * r * kLanes / kRows + j of the result is the score of row r and key j; dim is a multiple of
+ * kLanes.
  */
 template <typename Element, int kRows>
 TFI_INLINE Vec ScoreKeysByDot(const float* q, int64_t q_stride, int64_t dim,
@@ -93,14 +94,13 @@ TFI_INLINE Vec ScoreKeysByDot(const float* q, int64_t q_stride, int64_t dim,
 
 /*!
  * \brief Scores of count keys against kRows rows, to s (kRows, kKeyTile). k is readable, and s is
- * written, up to whole vectors of keys. prefetch(i, n) is called before the keys [i, i + n) are read.
+ * written, up to whole vectors of keys.
  */
-template <typename Element, int kRows, typename Prefetch>
-TFI_INLINE void ScoreRows(const float* q, int64_t dim, const typename Element::Raw* const* k,
-                          int64_t count, float* s, const Prefetch& prefetch) {
+template <typename Element, int kRows>
+void ScoreRows(const float* q, int64_t dim, const typename Element::Raw* const* k, int64_t count,
+               float* s) {
   constexpr int kKeys = kLanes / kRows;
   for (int64_t i = 0; i < count; i += kKeys) {
-    prefetch(i, kKeys);
     const Vec scores = ScoreKeysByDot<Element, kRows>(q, dim, dim, k + i);
     TFI_UNROLL for (int r = 0; r < kRows; ++r) {
       memcpy(s + r * kKeyTile + i, reinterpret_cast<const float*>(&scores) + r * kKeys,
@@ -163,7 +163,8 @@ void AccumulateRows(const ValueProduct<Element>& x, int64_t row, int64_t dim) {
   for (; column + kBlockVecs * kLanes <= dim; column += kBlockVecs * kLanes) {
     AccumulateBlock<Element, kLayout, kRows, kBlockVecs>(x, row, column);
   }
-  for (; column < dim; column += kLanes) AccumulateBlock<Element, kLayout, kRows, 1>(x, row, column);
+  for (; column < dim; column += kLanes)
+    AccumulateBlock<Element, kLayout, kRows, 1>(x, row, column);
 }
 
 template <typename Element, WeightLayout kLayout, int kRows>

@@ -20,8 +20,9 @@ typedef float FloatsUnaligned __attribute__((vector_size(kLanes * 2), aligned(4)
 constexpr float kMaxReducedAngle = 1073741824.0f;
 
 /*!
- * \brief Sine and cosine times magnitude of kDoubleLanes angles, rounded to float once. Angles of long
- * contexts are large, so all is in double, where the reduction by multiples of pi / 2 is exact enough.
+ * \brief Sine and cosine times magnitude of kDoubleLanes angles, rounded to float once. Angles of
+ * long contexts are large, so all is in double, where the reduction by multiples of pi / 2 is exact
+ * enough.
  */
 TFI_INLINE void SinCos(const float* angle, float magnitude, float* sine, float* cosine) {
   const DVec x = __builtin_convertvector(
@@ -29,7 +30,8 @@ TFI_INLINE void SinCos(const float* angle, float magnitude, float* sine, float* 
   // Adding 1.5 * 2^52 rounds to an integer, which is then in the low bits of the sum.
   const DVec shifted = x * 0.63661977236758134308 + 6755399441055744.0;
   const DVec n = shifted - 6755399441055744.0;
-  // pi / 2 in three parts; n has at most 31 bits and the first two have 22, so n times them is exact.
+  // pi / 2 in three parts; n has at most 31 bits and the first two have 22, so n times them is
+  // exact.
   DVec r = x - n * 0x1.921fb4p+0;
   r = r - n * 0x1.4442dp-24;
   r = r - n * 0x1.8469898cc5170p-48;
@@ -100,8 +102,8 @@ void ComputeAngles(const SplitRotaryArgs& args, int32_t position, RowAngles* out
 
 /*! \brief Rotate the pairs (i, i + pairs). */
 template <typename Element>
-TFI_INLINE void RotateHalves(const typename Element::Raw* x, int64_t pairs,
-                             const RowAngles& angles, typename Element::Raw* y) {
+TFI_INLINE void RotateHalves(const typename Element::Raw* x, int64_t pairs, const RowAngles& angles,
+                             typename Element::Raw* y) {
   int64_t i = 0;
   for (; i + kLanes <= pairs; i += kLanes) {
     const Vec a = Element::LoadVec(x + i), b = Element::LoadVec(x + pairs + i);

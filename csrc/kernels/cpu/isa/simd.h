@@ -1,10 +1,10 @@
-// Vectors of floats as wide as the instruction set of the unit has them, on the vector extensions of
-// GCC and clang.
+// Vectors of floats as wide as the instruction set of the unit has them, on the vector extensions
+// of GCC and clang.
 //
-// This and the other headers in isa/ are included by one unit per instruction set. Whatever they emit
-// must stay inside that unit: if two units emitted the same inline function, the linker would keep
-// either copy, and the baseline might end up executing AVX-512. Hence everything is in an unnamed
-// namespace, and no header of the C++ library is included.
+// This and the other headers in isa/ are included by one unit per instruction set. Whatever they
+// emit must stay inside that unit: if two units emitted the same inline function, the linker would
+// keep either copy, and the baseline might end up executing AVX-512. Hence everything is in an
+// unnamed namespace, and no header of the C++ library is included.
 #ifndef TVM_FLASHINFER_KERNELS_CPU_ISA_SIMD_H_
 #define TVM_FLASHINFER_KERNELS_CPU_ISA_SIMD_H_
 
@@ -108,9 +108,8 @@ TFI_INLINE Vec SumOfEach(const Vec (&v)[kLanes]) {
   TFI_UNROLL for (int g = 0; g < kLanes / 4; ++g) {
     const Vec a = v[4 * g], b = v[4 * g + 1], c = v[4 * g + 2], d = v[4 * g + 3];
 #if defined(__AVX512F__)
-#define TFI_QUADS(i, j, k, l)                                                              \
-  i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8, l + 8, i + 12, j + 12, k + 12, \
-      l + 12
+#define TFI_QUADS(i, j, k, l) \
+  i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8, l + 8, i + 12, j + 12, k + 12, l + 12
 #elif defined(__AVX2__)
 #define TFI_QUADS(i, j, k, l) i, j, k, l, i + 4, j + 4, k + 4, l + 4
 #else
@@ -125,7 +124,7 @@ TFI_INLINE Vec SumOfEach(const Vec (&v)[kLanes]) {
 #undef TFI_QUADS
   }
 #if defined(__AVX512F__)
-#define TFI_GROUPS(a, b, c, d)                                                                    \
+#define TFI_GROUPS(a, b, c, d) \
   a, a + 1, a + 2, a + 3, b, b + 1, b + 2, b + 3, c, c + 1, c + 2, c + 3, d, d + 1, d + 2, d + 3
   const Vec low = __builtin_shufflevector(quad[0], quad[1], TFI_GROUPS(0, 4, 16, 20)) +
                   __builtin_shufflevector(quad[0], quad[1], TFI_GROUPS(8, 12, 24, 28));
@@ -143,7 +142,8 @@ TFI_INLINE Vec SumOfEach(const Vec (&v)[kLanes]) {
 }
 
 /*!
- * \brief 2^x for x <= 0, with a relative error below 2e-7: 0 below 2^-126 and for -inf, NaN for NaN.
+ * \brief 2^x for x <= 0, with a relative error below 2e-7: 0 below 2^-126 and for -inf, NaN for
+ * NaN.
  */
 TFI_INLINE Vec Exp2(Vec x) {
   // Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits of the sum.

@@ -35,13 +35,17 @@ int BatchPrefillPlan(const PlanArgs& args, CudaStream stream, std::vector<int64_
     if (is_decode) decode_rows = DecodeRowOffsets(args.batch_size);
     auto* qo_indptr = is_decode ? decode_rows.data() : const_cast<int32_t*>(args.qo_indptr);
 
+    // FlashInfer counts the chunks of a windowed tile as if its rows saw nothing past the diagonal;
+    // without the causal mask they see all later keys, so such a batch is not split.
+    const bool disable_split_kv = args.disable_split_kv || (args.window_left >= 0 && !args.causal);
+
     auto [split_kv, num_blocks, padded_blocks, cta_tile_q, kv_chunk_size, request_indices,
           qo_tile_indices, kv_tile_indices, merge_indptr, o_indptr] =
         flashinfer::PrefillSplitQOKVIndptr(
             qo_indptr, const_cast<int32_t*>(args.kv_indptr), args.num_rows, args.batch_size,
             args.num_qo_heads, args.num_kv_heads, args.head_dim_vo, args.page_size,
             max_blocks_if_split, /*enable_cuda_graph=*/false, args.window_left,
-            static_cast<int32_t>(args.fixed_split_size), args.disable_split_kv,
+            static_cast<int32_t>(args.fixed_split_size), disable_split_kv,
             /*uniform_q_len=*/0, /*fixed_uniform_q_len=*/false, args.head_dim_qk);
     (void)padded_blocks;  // equal to num_blocks without CUDA graphs
 

@@ -1,0 +1,150 @@
+"""The choices of the pass: strictness, where kernels are shipped, the window of layers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tvm
+from tvm import relax as rx
+from tvm.ir import assert_structural_equal
+from tvm.relax.frontend.nn.llm.kv_cache import AttnKind
+
+from tvm_flashinfer.relax import DispatchKVCacheCreation, FallbackWarning, StrictModeError
+from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW
+
+OURS = "create_flashinfer_paged_kv_cache"
+TVMS = "create_tir_paged_kv_cache"
+
+
+def names(mod: tvm.IRModule) -> set[str]:
+    return {var.name_hint for var in mod.get_global_vars()}
+
+
+def test_unsupported_cache_is_tvms_with_reasons(generic_module, cuda) -> None:
+    changes = {"qk_head_dim": 80, "v_head_dim": 80, "rotary_dim": 80}
+    dispatch = DispatchKVCacheCreation(cuda)
+    with pytest.warns(FallbackWarning, match="head_dim is 80"):
+        after = dispatch(generic_module(**changes))
+    rx.analysis.well_formed(after)
+    assert OURS not in names(after)
+    assert TVMS in names(after)
+    (row,) = dispatch.report.rows
+    assert (row.site, row.slot, row.status) == (OURS, "all", "fallback")
+    assert any("head_dim is 80" in reason for reason in row.reasons)
+    assert "external_mods" not in after.attrs
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_strict_raises_with_reasons(how, generic_module, cuda, monkeypatch) -> None:
+    strict = True
+    if how == "environment":
+        monkeypatch.setenv("TVM_FLASHINFER_STRICT", "1")
+        strict = None
+    changes = {"rope_scaling": {"rope_type": "yarn"}, "dtype": "float32"}
+    with pytest.raises(StrictModeError, match=r"yarn.*\n.*float32") as caught:
+        DispatchKVCacheCreation(cuda, strict=strict)(generic_module(**changes))
+    assert len(caught.value.reasons) == 2
+
+
+def test_strict_objects_to_layers_that_slide(generic_module, llvm) -> None:
+    kinds = ["mha_sliding", "mha"]
+    mod = generic_module(attn_kind=kinds, num_hidden_layers=2)
+    with pytest.raises(StrictModeError, match="slot prefill_sliding_window"):
+        DispatchKVCacheCreation(llvm, strict=True)(mod)
+    assert OURS in names(DispatchKVCacheCreation(llvm)(mod))
+
+
+def test_strict_passes_a_supported_cache(generic_module, llvm) -> None:
+    assert OURS in names(DispatchKVCacheCreation(llvm, strict=True)(generic_module()))
+
+
+@pytest.fixture
+def fake_kernels(monkeypatch, tmp_path) -> list[list[Any]]:
+    """Stands in for the build of kernels; holds the specs of each build."""
+    from tvm_flashinfer import kernels
+
+    builds: list[list[Any]] = []
+
+    def build_model_object(specs: list[Any]) -> Any:
+        builds.append(list(specs))
+        path = tmp_path / "kernels.o"
+        path.write_bytes(b"")
+        return path
+
+    monkeypatch.setattr(kernels, "build_model_object", build_model_object)
+    return builds
+
+
+def test_cuda_is_self_contained_by_default(generic_module, cuda, fake_kernels) -> None:
+    earlier = tvm.runtime.load_static_library(__file__, func_names=[])
+    before = generic_module().with_attr("external_mods", [earlier])
+    dispatch = DispatchKVCacheCreation(cuda)
+    after = dispatch(before)
+    attached = list(after.attrs["external_mods"])
+    assert len(attached) == 2
+    assert attached[0].same_as(earlier)
+    assert dispatch.report.ship == "self-contained"
+    (specs,) = fake_kernels
+    assert [spec.name for spec in specs] == [
+        "common_sm90a",
+        "batch_prefill_paged_f16_d128_sm90a",
+        "batch_prefill_ragged_f16_d128_sm90a",
+        "batch_decode_f16_d128_sm90a",
+    ]
+
+
+def test_caches_share_one_object(module_builder, cuda, fake_kernels, monkeypatch) -> None:
+    monkeypatch.setenv("MLC_MULTI_ARCH", "80,90a")
+    builder = rx.BlockBuilder()
+    module_builder[0](builder)
+    module_builder[0](builder, "create_draft_cache", num_hidden_layers=1)
+    after = DispatchKVCacheCreation(cuda)(builder.get())
+    assert len(after.attrs["external_mods"]) == 1
+    (specs,) = fake_kernels
+    assert len(specs) == len(set(specs)) == 4
+    assert all(spec.archs == ("80", "90a") for spec in specs)
+
+
+def test_shared_attaches_nothing(generic_module, cuda, fake_kernels) -> None:
+    after = DispatchKVCacheCreation(cuda, ship="shared")(generic_module())
+    assert "external_mods" not in after.attrs
+    assert fake_kernels == []
+
+
+@pytest.mark.parametrize(
+    ("ship", "message"), [("static", "expected 'self-contained'"), ("self-contained", "llvm")]
+)
+def test_wrong_ship(ship: str, message: str, generic_module, llvm) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DispatchKVCacheCreation(llvm, ship=ship)(generic_module())
+
+
+def test_linear_scaling_of_tvms_cache_is_its_scale(generic_module, llvm) -> None:
+    """TVM has no linear RoPE scaling; dividing the positions is the same."""
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    after = DispatchKVCacheCreation(llvm)(generic_module(**linear))
+    same = DispatchKVCacheCreation(llvm)(generic_module(rope_scale=0.25))
+    assert_structural_equal(after[TVMS], same[TVMS], map_free_vars=True)
+
+
+def test_kernels_are_not_imported_for_shared(generic_module, llvm, monkeypatch) -> None:
+    broken = ModuleType("tvm_flashinfer.kernels.build")
+    monkeypatch.setitem(sys.modules, "tvm_flashinfer.kernels.build", broken)
+    assert OURS in names(DispatchKVCacheCreation(llvm)(generic_module()))
+
+
+@pytest.mark.skipif(not HAS_LAYER_WINDOW, reason="TVM 0.26 fixes the window of layers at 1024")
+def test_window_of_layers(generic_module, llvm) -> None:
+    kinds = ["mha_sliding", "mha"]
+    mod = generic_module(attn_kind=kinds, num_hidden_layers=2)
+    after = DispatchKVCacheCreation(llvm, layer_sliding_window_size=512)(mod)
+    for name in (OURS, TVMS):
+        # TVM's class binds its call to a variable of its own.
+        values = [binding.value for binding in after[name].body.blocks[0].bindings]
+        call = [value for value in values if isinstance(value, rx.Call)][-1]
+        assert list(call.args[1].values)[5] == 512
+        assert list(call.args[7].values) == [int(AttnKind.MHA_SLIDING), int(AttnKind.MHA)]
