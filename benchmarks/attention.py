@@ -3,9 +3,9 @@
     python benchmarks/attention.py [--row NAME] [--json FILE]
 
 Every row is checked before it is timed: outputs are filled with NaN, both sides run, and both are
-compared with attention in float64 over the first and last request. Times are the median over repeats of
-the mean over a batch of calls that are issued back to back and waited for once, so the host does not
-show. The data of every row is larger than the L2 cache of the GPU, so the reads are cold.
+compared with attention in float64 over the first and last request. Times are the median over
+repeats of the mean over a batch of calls that are issued back to back and waited for once, so the
+host does not show. The data of every row is larger than the L2 cache of the GPU, so the reads are cold.
 """
 
 from __future__ import annotations

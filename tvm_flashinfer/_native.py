@@ -36,8 +36,8 @@ def load() -> Path:
     if tvm_ffi.get_global_func(_PROBE, allow_missing=True) is not None:
         # A second registration of a name aborts the process.
         raise ImportError(
-            f"the flashinfer.* functions were registered by another library; {path} was not loaded. "
-            "Load one copy of libtvm_flashinfer.so in a process."
+            f"the flashinfer.* functions were registered by another library; {path} was not "
+            "loaded. Load one copy of libtvm_flashinfer.so in a process."
         )
     tvm_ffi.load_module(path)
     tvm_ffi.register_global_func("flashinfer.load_prebuilt_kernels", _load_prebuilt_kernels)

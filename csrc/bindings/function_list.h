@@ -1,21 +1,21 @@
-// Every packed function of the library, once: the registration and the exported symbols are made from
-// this list. X(name, function).
+// Every packed function of the library, once: the registration and the exported symbols are made
+// from this list. X(name, function).
 #ifndef TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_
 #define TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_
 
-#define TVM_FLASHINFER_FUNCTIONS(X)                    \
-  X(batch_prefill_plan, BatchPrefillPlan)              \
-  X(batch_prefill_paged_run, BatchPrefillPagedRun)     \
-  X(batch_prefill_ragged_run, BatchPrefillRaggedRun)   \
-  X(batch_decode_plan, BatchDecodePlan)                \
-  X(batch_decode_run, BatchDecodeRun)                  \
-  X(merge_state, MergeState)                           \
-  X(merge_state_in_place, MergeStateInPlace)           \
-  X(split_qkv_rotary, SplitQKVRotary)                  \
-  X(bind_split_qkv_rotary, BindSplitQKVRotary)         \
-  X(append_paged_kv_cache, AppendPagedKVCache)         \
-  X(copy_single_page, CopySinglePage)                  \
-  X(compact_kv_copy, CompactKVCopy)                    \
+#define TVM_FLASHINFER_FUNCTIONS(X)                  \
+  X(batch_prefill_plan, BatchPrefillPlan)            \
+  X(batch_prefill_paged_run, BatchPrefillPagedRun)   \
+  X(batch_prefill_ragged_run, BatchPrefillRaggedRun) \
+  X(batch_decode_plan, BatchDecodePlan)              \
+  X(batch_decode_run, BatchDecodeRun)                \
+  X(merge_state, MergeState)                         \
+  X(merge_state_in_place, MergeStateInPlace)         \
+  X(split_qkv_rotary, SplitQKVRotary)                \
+  X(bind_split_qkv_rotary, BindSplitQKVRotary)       \
+  X(append_paged_kv_cache, AppendPagedKVCache)       \
+  X(copy_single_page, CopySinglePage)                \
+  X(compact_kv_copy, CompactKVCopy)                  \
   X(debug_get_kv, DebugGetKV)
 
 #endif  // TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_

@@ -22,11 +22,13 @@ struct CudaStream {
  *
  * q is (num_rows, num_qo_heads, head_dim_qk) with unit stride in the last dimension; o is
  * (num_rows, num_qo_heads, head_dim_vo), contiguous; lse is (num_rows, num_qo_heads), contiguous,
- * float32, base 2, and may be null. Request b owns the rows [qo_indptr[b], qo_indptr[b + 1]); a null
- * qo_indptr means one row per request (decode). A row that sees no key gets o = 0 and lse = -inf.
+ * float32, base 2, and may be null. Request b owns the rows [qo_indptr[b], qo_indptr[b + 1]); a
+ * null qo_indptr means one row per request (decode). A row that sees no key gets o = 0 and lse =
+ * -inf.
  *
  * Row i of the qo_len rows of a request sees key j of its kv_len keys when
- *   (!causal || j <= i + kv_len - qo_len) && (window_left < 0 || j >= i + kv_len - qo_len - window_left).
+ *   (!causal || j <= i + kv_len - qo_len) && (window_left < 0 || j >= i + kv_len - qo_len -
+ * window_left).
  */
 struct AttentionArgs {
   DType dtype;
@@ -47,7 +49,8 @@ struct AttentionArgs {
   double sm_scale;
 };
 
-/*! \brief Keys and values of a ragged batch: request b owns the tokens [indptr[b], indptr[b + 1]). */
+/*! \brief Keys and values of a ragged batch: request b owns the tokens [indptr[b], indptr[b + 1]).
+ */
 struct RaggedKV {
   const void* k;
   const void* v;
@@ -59,8 +62,9 @@ struct RaggedKV {
 };
 
 /*!
- * \brief Keys and values in pages. Request b owns the pages indices[indptr[b]:indptr[b + 1]], all of
- * them full but the last, which holds last_page_len[b] tokens. A request without pages has no keys.
+ * \brief Keys and values in pages. Request b owns the pages indices[indptr[b]:indptr[b + 1]], all
+ * of them full but the last, which holds last_page_len[b] tokens. A request without pages has no
+ * keys.
  */
 struct PagedKV {
   const void* k;
@@ -123,7 +127,8 @@ struct SplitRotaryArgs {
   void* v;
 };
 
-/*! \brief A pool of pages as TVM's cache keeps it: (num_pages, 2, num_kv_heads, page_size, head_dim). */
+/*! \brief A pool of pages as TVM's cache keeps it: (num_pages, 2, num_kv_heads, page_size,
+ * head_dim). */
 struct PagePool {
   DType dtype;
   int64_t num_pages;
@@ -135,8 +140,8 @@ struct PagePool {
 
 /*!
  * \brief Write of k, v (num_rows, num_kv_heads, head_dim), contiguous, to the slots
- * position_map[row] = page * page_size + slot. Positions outside the pool are not written: -1 is the
- * caller's way to say so.
+ * position_map[row] = page * page_size + slot. Positions outside the pool are not written: -1 is
+ * the caller's way to say so.
  */
 struct AppendArgs {
   PagePool pool;
@@ -155,9 +160,9 @@ struct CopyPageArgs {
 };
 
 /*!
- * \brief Move of slots inside the pool: for request b and i in [indptr[b], indptr[b + 1]), in order of
- * i, slot src_pos[i] is copied to slot dst_pos[i]. Requests touch disjoint slots. Positions outside
- * the pool are skipped.
+ * \brief Move of slots inside the pool: for request b and i in [indptr[b], indptr[b + 1]), in order
+ * of i, slot src_pos[i] is copied to slot dst_pos[i]. Requests touch disjoint slots. Positions
+ * outside the pool are skipped.
  */
 struct CompactCopyArgs {
   PagePool pool;
@@ -168,7 +173,8 @@ struct CompactCopyArgs {
   int64_t num_moves;  // length of src_pos and dst_pos
 };
 
-/*! \brief Read of the slots position_map[i] into k, v (num_rows, num_kv_heads, head_dim), contiguous. */
+/*! \brief Read of the slots position_map[i] into k, v (num_rows, num_kv_heads, head_dim),
+ * contiguous. */
 struct ReadPagesArgs {
   PagePool pool;
   int64_t num_rows;

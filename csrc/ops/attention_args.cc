@@ -184,12 +184,14 @@ void CheckCudaStrides(const Checker& check, const kernels::AttentionArgs& args, 
   }
   if (!aligned) {
     check.FailValue(
-        "the CUDA kernels load 16 bytes at a time: q, keys, values and o must start at multiples of "
+        "the CUDA kernels load 16 bytes at a time: q, keys, values and o must start at multiples "
+        "of "
         "16 bytes and their strides must be multiples of 8 elements; copy the view that is not");
   }
   if (largest > UINT32_MAX || args.num_rows * args.q_stride_row > INT32_MAX) {
     check.FailValue(
-        "the CUDA kernels index with 32 bits: strides of keys and values must be below 2^32 elements "
+        "the CUDA kernels index with 32 bits: strides of keys and values must be below 2^32 "
+        "elements "
         "and q must span less than 2^31 elements; split the batch");
   }
 }

@@ -23,8 +23,8 @@ struct RunInputs {
 };
 
 /*!
- * \brief The device of the run: that of its workspaces, where q and the plan must be too. Also checks
- * q's dtype, which the dtypes of keys and values are compared with.
+ * \brief The device of the run: that of its workspaces, where q and the plan must be too. Also
+ * checks q's dtype, which the dtypes of keys and values are compared with.
  */
 DLDevice BeginRun(const Checker& check, const RunInputs& in, const PlanReader& plan);
 

@@ -37,7 +37,8 @@ void PlanReader::Require(const char* name, int64_t planned, int64_t got) const {
   check_.FailValue(message.str());
 }
 
-void PlanReader::RequireBytes(const char* name, int64_t planned, const TensorView& workspace) const {
+void PlanReader::RequireBytes(const char* name, int64_t planned,
+                              const TensorView& workspace) const {
   if (workspace.numel() >= planned) return;
   std::ostringstream message;
   message << "`" << name << "` has " << workspace.numel() << " bytes, the one that `plan` was made "

@@ -65,10 +65,20 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
   const int32_t* pages = DataOf<int32_t>(page_indptr);
   CheckIndptr(check, "page_indptr", pages, batch_size, INT32_MAX, "a 32-bit page count");
 
-  const PlanHeader header{kDecodeHeader, device.device_type, device.device_id, batch_size,
-                          batch_size,    num_qo_heads,       num_kv_heads,     head_dim_qk,
-                          head_dim_vo,   page_size,          /*causal=*/0,     window_left,
-                          float_workspace.numel(), int_workspace.numel()};
+  const PlanHeader header{kDecodeHeader,
+                          device.device_type,
+                          device.device_id,
+                          batch_size,
+                          batch_size,
+                          num_qo_heads,
+                          num_kv_heads,
+                          head_dim_qk,
+                          head_dim_vo,
+                          page_size,
+                          /*causal=*/0,
+                          window_left,
+                          float_workspace.numel(),
+                          int_workspace.numel()};
   std::vector<int64_t> kernel;
   if (IsCUDA(device) && batch_size > 0) {
     kernels::AttentionArgs shape{};

@@ -101,10 +101,20 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
   CheckIndptr(check, "kv_indptr", pages, batch_size, INT32_MAX, "a 32-bit page count");
   CheckKVLen(check, pages, DataOf<int32_t>(kv_len), batch_size, page_size);
 
-  const PlanHeader header{kPrefillHeader, device.device_type, device.device_id, batch_size,
-                          total_num_rows, num_qo_heads,       num_kv_heads,     head_dim_qk,
-                          head_dim_vo,    page_size,          causal ? 1 : 0,   window_left,
-                          float_workspace.numel(), int_workspace.numel()};
+  const PlanHeader header{kPrefillHeader,
+                          device.device_type,
+                          device.device_id,
+                          batch_size,
+                          total_num_rows,
+                          num_qo_heads,
+                          num_kv_heads,
+                          head_dim_qk,
+                          head_dim_vo,
+                          page_size,
+                          causal ? 1 : 0,
+                          window_left,
+                          float_workspace.numel(),
+                          int_workspace.numel()};
   std::vector<int64_t> kernel;
   if (IsCUDA(device) && total_num_rows > 0) {
     const kernels::cuda::PlanArgs args{DataOf(float_workspace),

@@ -109,8 +109,8 @@ kernels::DType Checker::FloatDType(const char* name, const TensorView& tensor) c
 
 void Checker::DType(const char* name, const TensorView& tensor, DLDataType expected) const {
   if (!SameDType(tensor.dtype(), expected)) {
-    FailType(Text("`", name, "` is ", DTypeText(tensor.dtype()), ", expected ",
-                  DTypeText(expected)));
+    FailType(
+        Text("`", name, "` is ", DTypeText(tensor.dtype()), ", expected ", DTypeText(expected)));
   }
 }
 

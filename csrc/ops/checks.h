@@ -81,7 +81,8 @@ T* DataOf(const TensorView& tensor) {
 /*! \brief Stride of a dimension in elements; tensors that carry no strides are contiguous. */
 int64_t StrideOf(const TensorView& tensor, int dim);
 
-/*! \brief indptr starts at 0, never falls, and ends at most at `limit`, the size of `limit_name`. */
+/*! \brief indptr starts at 0, never falls, and ends at most at `limit`, the size of `limit_name`.
+ */
 void CheckIndptr(const Checker& check, const char* name, const int32_t* indptr, int64_t batch_size,
                  int64_t limit, const char* limit_name);
 

@@ -15,8 +15,8 @@ kernels::PagePool ReadPool(const Checker& check, const TensorView& pages) {
   check.Device("pages", pages);
   const kernels::DType dtype = check.FloatDType("pages", pages);
   check.Rank("pages", pages, 5, meaning);
-  check.Shape("pages", pages,
-              {pages.size(0), 2, pages.size(2), pages.size(3), pages.size(4)}, meaning);
+  check.Shape("pages", pages, {pages.size(0), 2, pages.size(2), pages.size(3), pages.size(4)},
+              meaning);
   check.Contiguous("pages", pages);
   check.Positive("page_size", pages.size(3));
   return {dtype,
@@ -45,8 +45,8 @@ void CheckRange(const Checker& check, const char* name, int64_t value, int64_t l
                 const char* meaning) {
   if (value >= 0 && value < limit) return;
   std::ostringstream message;
-  message << "`" << name << "` is " << value << ", expected 0 or more and less than " << limit << ": "
-          << meaning;
+  message << "`" << name << "` is " << value << ", expected 0 or more and less than " << limit
+          << ": " << meaning;
   check.FailValue(message.str());
 }
 
@@ -86,8 +86,7 @@ void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_
     kernels::cpu::CopySinglePage(args);
     return;
   }
-  auto run =
-      RequireCommon<kernels::cuda::CopyPageFn>(check, "copy_single_page", pages.device());
+  auto run = RequireCommon<kernels::cuda::CopyPageFn>(check, "copy_single_page", pages.device());
   Launch(check, run, args, CurrentStream(pages.device()));
 }
 

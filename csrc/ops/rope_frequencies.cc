@@ -79,7 +79,8 @@ RopeFrequencies MakeRopeFrequencies(const Checker& check, double theta, double s
     const double low = settings.Number("low_freq_factor");
     const double high = settings.Number("high_freq_factor");
     const double context = settings.Number("original_max_position_embeddings");
-    if (low == high) check.FailValue("`rope_scaling` has equal low_freq_factor and high_freq_factor");
+    if (low == high)
+      check.FailValue("`rope_scaling` has equal low_freq_factor and high_freq_factor");
     for (double& f : inv_freq) {
       const double rotations = context * f / (2 * M_PI);
       const double keep = std::clamp((rotations - low) / (high - low), 0.0, 1.0);

@@ -80,17 +80,16 @@ Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary
   const Checker check("bind_split_qkv_rotary");
   if (support_sliding_window != 0) {
     // TVM then rotates inside attention, and does not tell functions of kind "flashinfer" so.
-    check.FailValue(
-        "this KV cache does not serve sliding windows (support_sliding_window is " +
-        std::to_string(support_sliding_window) +
-        "); create it with support_sliding_window 0, or use create_tir_paged_kv_cache");
+    check.FailValue("this KV cache does not serve sliding windows (support_sliding_window is " +
+                    std::to_string(support_sliding_window) +
+                    "); create it with support_sliding_window 0, or use create_tir_paged_kv_cache");
   }
   auto frequencies = MakeRopeFrequencies(check, rope_theta, rope_scale, rotary_dim, rope_scaling);
-  return Function::FromTyped([frequencies = std::move(frequencies)](
-                                 TensorView qkv, TensorView position_map, TensorView q,
-                                 TensorView k, TensorView v, int64_t apply_rope) {
-    Run(Checker("split_qkv_rotary"), frequencies, qkv, position_map, q, k, v, apply_rope != 0);
-  });
+  return Function::FromTyped(
+      [frequencies = std::move(frequencies)](TensorView qkv, TensorView position_map, TensorView q,
+                                             TensorView k, TensorView v, int64_t apply_rope) {
+        Run(Checker("split_qkv_rotary"), frequencies, qkv, position_map, q, k, v, apply_rope != 0);
+      });
 }
 
 }  // namespace ops

@@ -18,7 +18,7 @@ from tvm.s_tir import dlight
 from tvm.script import tirx as T
 from tvm.target import Target, codegen
 
-_ROW_BLOCK = 64  # rows of x that are worked on while a block of weights is in the caches
+_ROW_BLOCK = 48  # rows of x that are worked on while a block of weights is in the caches
 _OPAQUE = 8  # operator pattern of a PrimFunc that is not to be fused
 
 
@@ -40,7 +40,7 @@ class VectorShape:
         """Choose for a processor: 32 registers of 16 lanes (AVX-512), or 16 registers of 8."""
         with target:
             if codegen.llvm_cpu_has_features("avx512f"):
-                return cls(lanes=16, rows=4, columns=4, chains=4)
+                return cls(lanes=16, rows=3, columns=4, chains=4)
         return cls(lanes=8, rows=2, columns=4, chains=4)
 
 
@@ -79,8 +79,8 @@ def nt_matmul(
                     with T.sblock("tile"):
                         T.reads()
                         T.writes()
-                        acc = T.sblock_alloc_buffer((rows * columns * lanes,), scope="local")
-                        total = T.sblock_alloc_buffer((1,), scope="local")
+                        acc = T.sblock_alloc_buffer((rows * columns * lanes,))
+                        total = T.sblock_alloc_buffer((1,))
                         x0: T.let = xb * row_block + xt * rows
                         w0: T.let = wb * block + wt * columns
                         for i in T.unroll(rows * columns):
@@ -111,8 +111,8 @@ def nt_matmul(
                     with T.sblock("row"):
                         T.reads()
                         T.writes()
-                        acc = T.sblock_alloc_buffer((chains * lanes,), scope="local")
-                        total = T.sblock_alloc_buffer((1,), scope="local")
+                        acc = T.sblock_alloc_buffer((chains * lanes,))
+                        total = T.sblock_alloc_buffer((1,))
                         x0: T.let = xb * row_block + rows_here // rows * rows + xr
                         w0: T.let = wb * block + wr
                         for i in T.unroll(chains):

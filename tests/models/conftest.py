@@ -13,8 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 TEXT = (
-    "The paged KV cache keeps the keys and values of many sequences in pages of one pool, so that a "
-    "sequence grows without moving what it has, and two sequences share what they have in common."
+    "The paged KV cache keeps the keys and values of many sequences in pages of one pool, so that "
+    "a sequence grows without moving what it has, and two sequences share what they have in common."
 )
 
 
@@ -44,6 +44,7 @@ def load_model(
 ) -> Callable[[str, str], Any]:
     """Compile and load the model for a device and a dtype; each pair once."""
     import tvm
+
     from examples.llama.compile import compile_model, default_target, library_info
     from examples.llama.generate import Model
     from examples.llama.progress import Progress

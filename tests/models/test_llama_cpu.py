@@ -38,7 +38,7 @@ def test_chunked_prefill_gives_the_same_logits(model: Any, tokens: np.ndarray) -
 
 
 def test_fork_pop_and_remove_give_the_same_logits(model: Any, tokens: np.ndarray) -> None:
-    """A sequence that was forked, cut back and refilled is the sequence that was written straight."""
+    """A sequence that was forked, cut back and refilled equals one that was written straight."""
     rest = tokens[20:30]
     straight = Session(model, "flashinfer")
     straight.add(0)

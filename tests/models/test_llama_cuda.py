@@ -70,7 +70,9 @@ def test_logits_are_as_close_to_float32_as_tvms(
 
 def test_greedy_text_is_the_same_as_tvms(model: Any, tokens: np.ndarray) -> None:
     """Most of 64 tokens: float16 may part two right runs, but not from the start."""
-    ours, theirs = (list(greedy(Session(model, kind), tokens, 64)) for kind in ("flashinfer", "tir"))
+    ours, theirs = (
+        list(greedy(Session(model, kind), tokens, 64)) for kind in ("flashinfer", "tir")
+    )
     common = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), 64)
     print(f"the first {common} of 64 tokens are equal")
     assert common >= 8

@@ -243,7 +243,7 @@ def test_shared_pages(ops, device, workspaces, rng):
 
 @pytest.mark.parametrize("sm_scale", [0.0, -0.1, 0.02, 1.0])
 def test_scales(ops, device, workspaces, rng, sm_scale):
-    """Any finite scale: none (a plain mean), negative, small and large; CUDA needs a positive one."""
+    """Any finite scale: 0 (a plain mean), negative, small and large; CUDA needs a positive one."""
     spec = Spec((90, 33), (4, 33), causal=True, sm_scale=sm_scale)
     if sm_scale <= 0 and device.dlpack_device_type() != 1:
         with pytest.raises(ValueError, match="sm_scale"):

@@ -64,10 +64,11 @@ std::string LoadLibrary(const std::string& path) {
   if (entries == nullptr) {
     loaded->handles.erase(handle);
     dlclose(handle);
-    return path + " has no symbol tvm_flashinfer_kernel_entries: it is not a library of kernel units";
+    return path +
+           " has no symbol tvm_flashinfer_kernel_entries: it is not a library of kernel units";
   }
-  // The entries are linked anew, since their `next` belongs to the other library's own list. They are
-  // never freed: a library of units stays loaded for the life of the process.
+  // The entries are linked anew, since their `next` belongs to the other library's own list. They
+  // are never freed: a library of units stays loaded for the life of the process.
   for (const KernelEntry* entry = entries(); entry != nullptr; entry = entry->next) {
     Register(new KernelEntry{entry->name, entry->function, entry->archs, nullptr});
   }
@@ -78,8 +79,7 @@ bool ArchRunsOn(const std::string& arch, int major, int minor) {
   const bool exact = !arch.empty() && (arch.back() == 'a' || arch.back() == 'f');
   const int number = std::stoi(exact ? arch.substr(0, arch.size() - 1) : arch);
   // Machine code runs on its own major version, from its minor version on; "a" code on one only.
-  return exact ? number == major * 10 + minor
-               : number / 10 == major && number % 10 <= minor;
+  return exact ? number == major * 10 + minor : number / 10 == major && number % 10 <= minor;
 }
 
 void* Find(const std::string& name, int major, int minor) {

@@ -29,10 +29,12 @@ struct KernelEntry {
   const KernelEntry* next;
 };
 
-/*! \brief The entries that are linked into this library or were added by AddEntries, newest first. */
+/*! \brief The entries that are linked into this library or were added by AddEntries, newest first.
+ */
 const KernelEntry* Entries();
 
-/*! \brief Called by the static initialisers of units. The entry must live as long as the library. */
+/*! \brief Called by the static initialisers of units. The entry must live as long as the library.
+ */
 void Register(KernelEntry* entry);
 
 /*!
@@ -81,7 +83,8 @@ struct PlanArgs {
   bool disable_split_kv;
 };
 
-/*! \brief The schedule: fields of FlashInfer's plan, offsets included. Its first value is the kind. */
+/*! \brief The schedule: fields of FlashInfer's plan, offsets included. Its first value is the kind.
+ */
 using PlanFn = int (*)(const PlanArgs& args, CudaStream stream, std::vector<int64_t>* plan,
                        char* error);
 

@@ -60,7 +60,8 @@ inline int MergeState(const MergeStateArgs& args, CudaStream stream, char* error
       using T = decltype(element);
       const int64_t num_states = args.num_rows * args.num_heads;
       if (num_states == 0) return cudaSuccess;
-      const bool wide = CanVectorize(args.head_dim * sizeof(T), {args.v_a, args.v_b, args.v_merged});
+      const bool wide =
+          CanVectorize(args.head_dim * sizeof(T), {args.v_a, args.v_b, args.v_merged});
       const int vec = wide ? kWide<T> : 1;
       int lanes = 1;
       while (lanes < 32 && lanes * vec < args.head_dim) lanes *= 2;

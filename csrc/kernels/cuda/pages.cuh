@@ -88,7 +88,8 @@ __global__ void CopyPageKernel(PoolView<Piece> pool, int64_t src_page, int64_t t
   }
 }
 
-/*! \brief One thread moves its piece through all slots of a request, in order: slots may be reused. */
+/*! \brief One thread moves its piece through all slots of a request, in order: slots may be reused.
+ */
 template <typename Piece>
 __global__ void CompactCopyKernel(PoolView<Piece> pool, int batch_size, const int32_t* indptr,
                                   const int32_t* src_pos, const int32_t* dst_pos,
@@ -99,7 +100,8 @@ __global__ void CompactCopyKernel(PoolView<Piece> pool, int batch_size, const in
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const int piece = static_cast<int>(i % pool.pieces);
     const int head = static_cast<int>(i / pool.pieces % pool.num_heads);
-    const int which = static_cast<int>(i / (static_cast<int64_t>(pool.pieces) * pool.num_heads) % 2);
+    const int which =
+        static_cast<int>(i / (static_cast<int64_t>(pool.pieces) * pool.num_heads) % 2);
     const int64_t request = i / per_request;
     const int64_t begin = max(0, indptr[request]);
     const int64_t end = min(static_cast<int64_t>(indptr[request + 1]), num_moves);
@@ -147,8 +149,8 @@ inline int CopySinglePage(const CopyPageArgs& args, CudaStream stream, char* err
       const auto pool = ViewOf<decltype(piece)>(args.pool);
       const int64_t work = 2 * pool.num_heads * args.copy_length * pool.pieces;
       if (work == 0) return cudaSuccess;
-      CopyPageKernel<<<PageBlocks(work), kPageThreads, 0, handle>>>(pool, args.src_page,
-                                                                    args.tgt_page, args.copy_length);
+      CopyPageKernel<<<PageBlocks(work), kPageThreads, 0, handle>>>(
+          pool, args.src_page, args.tgt_page, args.copy_length);
       return cudaGetLastError();
     });
   });

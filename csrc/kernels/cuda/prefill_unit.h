@@ -1,5 +1,5 @@
-// Shared by the FA2 prefill units: the attention variant, and the plan's fields put into FlashInfer's
-// parameter structs.
+// Shared by the FA2 prefill units: the attention variant, and the plan's fields put into
+// FlashInfer's parameter structs.
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_PREFILL_UNIT_H_
 #define TVM_FLASHINFER_KERNELS_CUDA_PREFILL_UNIT_H_
 
@@ -15,8 +15,8 @@ namespace tvm_flashinfer {
 namespace kernels {
 namespace cuda {
 
-// The window is compiled in always: its mask code runs on boundary tiles alone, so that a run without
-// window (window_left = -1) costs nothing and one kernel serves both.
+// The window is compiled in always: its mask code runs on boundary tiles alone, so that a run
+// without window (window_left = -1) costs nothing and one kernel serves both.
 using PrefillVariant =
     flashinfer::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/true,
                                  /*use_logits_soft_cap=*/false, /*use_alibi=*/false>;

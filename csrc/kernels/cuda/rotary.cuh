@@ -43,8 +43,8 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
   if (p.apply_rope) {
     const float position = static_cast<float>(p.position_map[row]);
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-      // The angle is rounded to float as in TVM's kernels; its reduction to one turn is exact enough
-      // for any position, where the fast sine of a large float is not.
+      // The angle is rounded to float as in TVM's kernels; its reduction to one turn is exact
+      // enough for any position, where the fast sine of a large float is not.
       const double turns = static_cast<double>(position * inv_freq.values[i]) * 0.15915494309189535;
       float sine, cosine;
       sincospif(static_cast<float>(2.0 * (turns - rint(turns))), &sine, &cosine);
@@ -100,20 +100,13 @@ inline int SplitQKVRotary(const SplitRotaryArgs& args, CudaStream stream, char* 
     return DispatchDType(args.dtype, [&](auto element) {
       using T = decltype(element);
       if (args.num_rows == 0) return cudaSuccess;
-      SplitRotaryParams<T> params{args.num_qo_heads,
-                                  args.num_kv_heads,
-                                  args.head_dim,
-                                  args.rotary_dim,
-                                  args.interleaved,
-                                  args.apply_rope,
-                                  args.magnitude,
-                                  args.qkv_stride_row,
-                                  args.qkv_stride_head,
-                                  static_cast<const T*>(args.qkv),
-                                  args.position_map,
-                                  static_cast<T*>(args.q),
-                                  static_cast<T*>(args.k),
-                                  static_cast<T*>(args.v)};
+      SplitRotaryParams<T> params{args.num_qo_heads,       args.num_kv_heads,
+                                  args.head_dim,           args.rotary_dim,
+                                  args.interleaved,        args.apply_rope,
+                                  args.magnitude,          args.qkv_stride_row,
+                                  args.qkv_stride_head,    static_cast<const T*>(args.qkv),
+                                  args.position_map,       static_cast<T*>(args.q),
+                                  static_cast<T*>(args.k), static_cast<T*>(args.v)};
       InverseFrequencies inv_freq;
       std::copy_n(args.inv_freq, args.rotary_dim / 2, inv_freq.values);
       constexpr int kVec = kWide<T>;

@@ -91,9 +91,9 @@ int Guarded(CudaStream stream, char* error, const Body& body) {
 }  // namespace tvm_flashinfer
 
 /*! \brief Register `function` under `name` for the archs of this unit. */
-#define TVM_FLASHINFER_REGISTER(id, name, function)                               \
-  static ::tvm_flashinfer::kernels::cuda::KernelEntry entry_##id = {              \
-      name, reinterpret_cast<void*>(function), TVM_FLASHINFER_ARCHS, nullptr};    \
+#define TVM_FLASHINFER_REGISTER(id, name, function)                            \
+  static ::tvm_flashinfer::kernels::cuda::KernelEntry entry_##id = {           \
+      name, reinterpret_cast<void*>(function), TVM_FLASHINFER_ARCHS, nullptr}; \
   static ::tvm_flashinfer::kernels::cuda::Registrar registrar_##id(&entry_##id)
 
 #endif  // TVM_FLASHINFER_KERNELS_CUDA_UNIT_H_

@@ -37,7 +37,8 @@ struct alignas(sizeof(T) * kSize) Vector {
 template <typename T>
 constexpr int kWide = 16 / sizeof(T);
 
-/*! \brief Whether rows of row_bytes that start at these addresses can move in pieces of 16 bytes. */
+/*! \brief Whether rows of row_bytes that start at these addresses can move in pieces of 16 bytes.
+ */
 inline bool CanVectorize(int64_t row_bytes, std::initializer_list<const void*> addresses) {
   if (row_bytes % 16 != 0) return false;
   for (const void* address : addresses) {

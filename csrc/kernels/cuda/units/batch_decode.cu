@@ -1,5 +1,5 @@
-// CUDA-core decode over paged keys, for one dtype and head_dim. It is the faster kernel for few query
-// heads per KV head; larger groups are decoded by the FA2 prefill kernel, on tensor cores.
+// CUDA-core decode over paged keys, for one dtype and head_dim. It is the faster kernel for few
+// query heads per KV head; larger groups are decoded by the FA2 prefill kernel, on tensor cores.
 #include <flashinfer/attention/decode.cuh>
 #include <flashinfer/attention/default_decode_params.cuh>
 #include <flashinfer/attention/scheduler.cuh>
@@ -58,8 +58,8 @@ int BatchDecodePlan(const PlanArgs& args, CudaStream stream, std::vector<int64_t
     plan.o_indptr = buffer.Add(o_indptr);
     plan.kv_chunk_size = buffer.Add({static_cast<int32_t>(chunk_pages * args.page_size)});
     const int64_t base = buffer.Commit(args, handle);
-    for (int64_t* offset : {&plan.request_indices, &plan.kv_tile_indices, &plan.o_indptr,
-                            &plan.kv_chunk_size}) {
+    for (int64_t* offset :
+         {&plan.request_indices, &plan.kv_tile_indices, &plan.o_indptr, &plan.kv_chunk_size}) {
       *offset += base;
     }
     *out = plan.ToVector();
@@ -97,8 +97,7 @@ int BatchDecode(const AttentionArgs& args, const PagedKV& kv, const PlanView& vi
 }
 
 const std::string& PlanName() {
-  static const std::string name =
-      KernelName("batch_decode_plan", DTypeOf<T>(), kHeadDim, kHeadDim);
+  static const std::string name = KernelName("batch_decode_plan", DTypeOf<T>(), kHeadDim, kHeadDim);
   return name;
 }
 

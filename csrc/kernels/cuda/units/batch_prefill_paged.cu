@@ -19,8 +19,7 @@ int BatchPrefillPaged(const AttentionArgs& args, const PagedKV& kv, const PlanVi
     fi::paged_kv_t<T, int32_t> paged_kv(
         args.num_kv_heads, kv.page_size, kHeadDim, args.batch_size, fi::QKVLayout::kHND,
         static_cast<T*>(const_cast<void*>(kv.k)), static_cast<T*>(const_cast<void*>(kv.v)),
-        const_cast<int32_t*>(kv.indices), mutable_indptr,
-        const_cast<int32_t*>(kv.last_page_len));
+        const_cast<int32_t*>(kv.indices), mutable_indptr, const_cast<int32_t*>(kv.last_page_len));
     paged_kv.stride_page = paged_kv.v_stride_page = kv.k_stride_page;
     paged_kv.stride_h = paged_kv.v_stride_h = kv.k_stride_head;
     paged_kv.stride_n = paged_kv.v_stride_n = kv.k_stride_slot;

@@ -1,5 +1,5 @@
-// What every CUDA build needs, whatever the dtype and head_dim: the plan of the FA2 prefill kernels,
-// the kernels around attention, and the questions the ops layer asks of a device.
+// What every CUDA build needs, whatever the dtype and head_dim: the plan of the FA2 prefill
+// kernels, the kernels around attention, and the questions the ops layer asks of a device.
 #include <flashinfer/attention/scheduler.cuh>
 #include <limits>
 
