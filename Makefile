@@ -25,6 +25,10 @@ $(BIN)/python:
 $(VENV)/.examples: $(BIN)/python $(SOURCES)
 	@echo "Installing tvm-flashinfer and what the examples need into $(VENV); about two minutes."
 	$(BIN)/python -m pip install --quiet ".[examples]"
+	@# Commands run from here import this checkout, so it gets the libraries of the installed package.
+	@rm -rf tvm_flashinfer/lib && cd / && cp -r "$$($(abspath $(BIN))/python -c \
+	  'import tvm_flashinfer, os; print(os.path.dirname(tvm_flashinfer.__file__))')/lib" \
+	  "$(CURDIR)/tvm_flashinfer/lib"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.examples

@@ -5,14 +5,16 @@
 Every row is checked before it is timed: outputs are filled with NaN, both sides run, and both are
 compared with attention in float64 over the first and last request. Times are the median over
 repeats of the mean over a batch of calls that are issued back to back and waited for once, so the
-host does not show. The data of every row is larger than the L2 cache of the GPU, so the reads are cold.
+host does not show.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -219,6 +221,15 @@ class Bench:
         return statistics.median(means)
 
 
+def nvidia_smi(field: str) -> str | None:
+    """What nvidia-smi says of the first GPU, or None where it is missing."""
+    try:
+        command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def main() -> None:
     """Run the rows and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -256,7 +267,15 @@ def main() -> None:
              "error": errors[0], "tir_error": errors[1]}
         )  # fmt: skip
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        header = {
+            "date": datetime.date.today().isoformat(),
+            "gpu": device.device_name,
+            "driver": nvidia_smi("driver_version"),
+            "cuda": f"{device.api_version // 1000}.{device.api_version % 1000 // 10}",
+            "tvm": tvm.__version__,
+            "command": " ".join(["python benchmarks/attention.py", *sys.argv[1:]]),
+        }
+        arguments.json.write_text(json.dumps({**header, "rows": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

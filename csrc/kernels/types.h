@@ -82,6 +82,56 @@ struct PagedKV {
   const int32_t* last_page_len;
 };
 
+/*!
+ * \brief What attention may do besides; the default is none of it.
+ *
+ * Scores are s = sm_scale * q.k, then cap * tanh(s / cap) if a cap is set, then
+ * s + slope * (j - i - kv_len + qo_len) with slopes. A sink adds exp(sink) to the denominator of
+ * its query head and counts in the lse.
+ */
+struct AttentionExtras {
+  /*!
+   * \brief The keys lie all before the rows, which the cache does not hold yet: with a window, row
+   * i sees key j when j >= i + kv_len - window_left.
+   */
+  bool rows_after_keys;
+
+  /*!
+   * \brief A tree over the last keys of each request: nodes in depth-first order, node t with the
+   * interval [tree_mask[t][0], tree_mask[t][1]) of orders of its subtree, its own order being the
+   * first. With T nodes, key j >= kv_len - T is node j - (kv_len - T) and row i is node i + T -
+   * qo_len. Row i sees the keys before the tree, and the node of key j when its own order lies in
+   * that one's interval.
+   */
+  const int32_t* tree_indptr;  // (batch_size + 1,), counts nodes; null for no tree
+  const int32_t* tree_mask;    // (nodes, 2)
+  int64_t num_tree_nodes;
+
+  /*!
+   * \brief Sliding pages. Key j is in slot j of the request's pages when j < sink_size[b], else in
+   * slot j - sink_size[b] + window_offset[b]; kv_len is the count of slots less window_offset[b]
+   * plus sink_size[b].
+   */
+  const int32_t* window_offset;  // (batch_size,), or null
+  const int32_t* sink_size;      // (batch_size,), or null
+
+  double logits_soft_cap;     // 0 for none
+  const float* alibi_slopes;  // (num_qo_heads,), or null
+  const float* sinks;         // (num_qo_heads,), or null
+
+  /*!
+   * \brief Rotary embedding of q and k inside attention; pairs and angles as in SplitRotaryArgs.
+   * Row i has the position q_positions[i]; key j of request b has k_positions[b] + j, or, in a tree
+   * over ragged keys, q_positions of its own row.
+   */
+  int32_t rotary_dim;  // 0 for none
+  bool interleaved;
+  float magnitude;
+  const float* inv_freq;       // host memory, rotary_dim / 2 values
+  const int32_t* q_positions;  // (num_rows,)
+  const int32_t* k_positions;  // (batch_size,), or null for those of the rows
+};
+
 /*! \brief Merge of two attention states over disjoint keys; the merged one may alias the first. */
 struct MergeStateArgs {
   DType dtype;

@@ -8,7 +8,6 @@ do this job.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import tvm
@@ -18,53 +17,50 @@ from tvm.s_tir import dlight
 from tvm.script import tirx as T
 from tvm.target import Target, codegen
 
-_ROW_BLOCK = 48  # rows of x that are worked on while a block of weights is in the caches
+_ROWS, _COLUMNS = 2, 4  # of a tile: eight sums, which fit 16 registers with their operands
+_ROW_BLOCK = 64  # rows of x that are worked on while a block of w is in the caches
 _OPAQUE = 8  # operator pattern of a PrimFunc that is not to be fused
 
 
-@dataclasses.dataclass(frozen=True)
-class VectorShape:
-    """How the products use the vector registers.
-
-    ``lanes`` float32 numbers fill a register; ``rows * columns`` sums of that width are kept in
-    registers by the tiled loop, ``chains`` by the dot product of one row.
-    """
-
-    lanes: int
-    rows: int
-    columns: int
-    chains: int
-
-    @classmethod
-    def of(cls, target: Target) -> VectorShape:
-        """Choose for a processor: 32 registers of 16 lanes (AVX-512), or 16 registers of 8."""
-        with target:
-            if codegen.llvm_cpu_has_features("avx512f"):
-                return cls(lanes=16, rows=3, columns=4, chains=4)
-        return cls(lanes=8, rows=2, columns=4, chains=4)
+def vector_lanes(target: Target) -> int:
+    """Count the float32 numbers in a vector register: 16 with AVX-512, 8 with AVX2, or else 4."""
+    with target:
+        features = codegen.llvm_cpu_has_features
+        return 16 if features("avx512f") else 8 if features("avx2") else 4
 
 
-def nt_matmul(
-    n: int, k: int, dtype: str, out_dtype: str, shape: VectorShape
-) -> tirx.PrimFunc | None:
+def nt_matmul(n: int, k: int, dtype: str, out_dtype: str, lanes: int) -> tirx.PrimFunc | None:
     """Build ``y = x @ w.T`` on CPU for x (m, k), w (n, k) and y (m, n), with dynamic m.
 
-    Rows of x are taken ``shape.rows`` at a time against ``shape.columns`` rows of w. The rows left
-    over, and so all of a decode step, are dot products that read w in the order of memory: only
-    then do the prefetchers reach the bandwidth of the memory. Sums are in float32.
+    Rows of x are taken ``_ROWS`` at a time against ``_COLUMNS`` rows of w, with a vector of sums
+    for each pair in registers. The rows left over, and so all of a decode step, are dot products
+    that read w in the order of memory: only then do the prefetchers reach its bandwidth. Sums are
+    in float32.
+
+    Parameters
+    ----------
+    n, k : int
+        Rows of w, and the length of the dot products.
+    dtype, out_dtype : str
+        Of x and w, and of y.
+    lanes : int
+        See `vector_lanes`.
 
     Returns
     -------
     func : tirx.PrimFunc or None
         None if n or k is no multiple of what the loops take.
     """
-    lanes, rows, columns = shape.lanes, shape.rows, shape.columns
+    rows, columns, row_block = _ROWS, _COLUMNS, _ROW_BLOCK
     block = 64 if n % 64 == 0 and n >= 8192 else 32  # rows of w per task of the thread pool
     if n % block != 0 or k % lanes != 0:
         return None
-    chains = next(c for c in range(shape.chains, 0, -1) if k % (lanes * c) == 0)
-    tile_steps, row_steps, row_block = k // lanes, k // lanes // chains, _ROW_BLOCK
+    chains = next(c for c in (4, 3, 2, 1) if k % (lanes * c) == 0)
+    tile_steps, row_steps = k // lanes, k // lanes // chains
 
+    # The sums become registers only if their buffers are small arrays on the stack. TVM makes those
+    # of buffers in the default scope below 1024 bytes; all others on CPU, those of scope "local"
+    # too, are allocated from a pool, and then every sum is stored in every step.
     @T.prim_func(s_tir=True, private=True)
     def func(x_handle: T.handle, w_handle: T.handle, y_handle: T.handle):
         T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True, "op_pattern": _OPAQUE})
@@ -144,11 +140,11 @@ class UseCPUMatmul:
     """
 
     def __init__(self, target: Target) -> None:
-        self.shape = VectorShape.of(target)
+        self.lanes = vector_lanes(target)
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every Relax function of the module."""
-        rewriter = _MatmulRewriter(mod, self.shape)
+        rewriter = _MatmulRewriter(mod, self.lanes)
         for gvar, func in mod.functions_items():
             if isinstance(func, relax.Function):
                 rewriter.builder_.update_func(gvar, rewriter.visit_expr(func))
@@ -157,9 +153,9 @@ class UseCPUMatmul:
 
 @mutator
 class _MatmulRewriter(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, shape: VectorShape) -> None:
+    def __init__(self, mod: tvm.IRModule, lanes: int) -> None:
         super().__init__(mod)
-        self.shape = shape
+        self.lanes = lanes
         self.built: dict[tuple, tvm.ir.GlobalVar | None] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
@@ -184,7 +180,7 @@ class _MatmulRewriter(PyExprMutator):
     def _product(self, *key: Any) -> tvm.ir.GlobalVar | None:
         """Add the product of that n, k and dtypes to the module, once."""
         if key not in self.built:
-            func = nt_matmul(*key, self.shape)
+            func = nt_matmul(*key, self.lanes)
             self.built[key] = func and self.builder_.add_func(func, "cpu_nt_matmul")
         return self.built[key]
 
@@ -226,7 +222,7 @@ class ParallelRows(dlight.base.ScheduleRule):
             sch.parallel(row)
         for block in reductions:
             sch.compute_at(block.block_rv, row, preserve_unit_loops=True)
-        lanes = VectorShape.of(target).lanes
+        lanes = vector_lanes(target)
         if int(out_shape[2]) % lanes == 0:
             sch.vectorize(sch.split(column, [None, lanes])[1])
         return sch

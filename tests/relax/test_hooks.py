@@ -31,11 +31,12 @@ KV_CACHE = "tvm.relax.frontend.nn.llm.kv_cache"
 
 
 @pytest.fixture(autouse=True)
-def hook_state() -> Iterator[None]:
-    """Start without the hook, and leave it as it was."""
+def hook_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start without the hook, and leave it as it was, whatever a test patched in TVM."""
     was_active = tvm_kv_cache.FlashInferPagedKVCache is HookedPagedKVCache
     hooks.disable()
     yield
+    monkeypatch.undo()
     hooks.disable()
     if was_active:
         hooks.enable()

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from tvm_flashinfer.kernels.errors import UnsupportedKernelError
 
 #: Kinds of units. Each is one source file, ``csrc/kernels/cuda/units/<kind>.cu``.
-KINDS = ("common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode")
+KINDS = (
+    "common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode", "batch_attention",
+)  # fmt: skip
 
 #: Kinds that are compiled once per dtype and head dimension.
 ATTENTION_KINDS = KINDS[1:]
@@ -20,8 +22,11 @@ DTYPES: Mapping[str, tuple[str, str]] = {
     "bfloat16": ("nv_bfloat16", "bf16"),
 }
 
-#: Head dimensions with kernels. Queries, keys and values have the same one.
+#: Head dimensions of FlashInfer's kernels. Queries, keys and values have the same one.
 HEAD_DIMS = (64, 128, 256)
+
+#: Head dimensions of ``batch_attention``, whose values may have another one than queries and keys.
+DEVICE_SCHEDULED_HEAD_DIMS = (*range(16, 129, 16), *range(160, 257, 32))
 
 #: Architectures with kernels. The FA2 kernels need nothing that is newer than 8.0, so Blackwell
 #: compiles them as they are. A name with "a" gives machine code for that one chip. 8.7, 8.8 and
@@ -197,6 +202,13 @@ def _head_dim_reasons(spec: KernelSpec) -> list[str]:
     dims = (spec.head_dim_qk, spec.head_dim_vo)
     if spec.kind == "common":
         return [] if dims == (None, None) else ["the unit 'common' has no head_dim; leave it out"]
+    if spec.kind == "batch_attention":
+        supported = ", ".join(map(str, DEVICE_SCHEDULED_HEAD_DIMS))
+        return [
+            f"head_dim is {dim}; there are kernels for {supported}"
+            for dim in dict.fromkeys(dims)
+            if dim not in DEVICE_SCHEDULED_HEAD_DIMS
+        ]
     reasons = []
     if spec.head_dim_qk not in HEAD_DIMS:
         supported = ", ".join(map(str, HEAD_DIMS))

@@ -1,5 +1,5 @@
-// The portable kernels: threaded, vectorised by the compiler, for float32, float16 and bfloat16, any
-// head_dim and any page size. Index arrays have been checked by the caller.
+// The portable kernels: threaded, vectorised by the compiler, for float32, float16 and bfloat16,
+// any head_dim and any page size. Index arrays have been checked by the caller.
 #ifndef TVM_FLASHINFER_KERNELS_CPU_KERNELS_H_
 #define TVM_FLASHINFER_KERNELS_CPU_KERNELS_H_
 

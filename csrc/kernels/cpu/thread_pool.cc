@@ -1,5 +1,6 @@
 #include "thread_pool.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 
@@ -72,6 +73,17 @@ int ChooseNumThreads() {
   return std::min(std::max(num, 1), kMaxThreads);
 }
 
+/*!
+ * \brief Keep the library that this code is part of in memory for good: it may be a model library,
+ * which is unloaded together with its model, and the workers would wake up in unmapped code.
+ */
+void PinLibrary() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<void*>(&PinLibrary), &info) != 0 && info.dli_fname != nullptr) {
+    dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
+  }
+}
+
 thread_local bool inside_item = false;
 
 class ThreadPool {
@@ -109,6 +121,7 @@ class ThreadPool {
 
   void Start() {
     started_ = true;
+    PinLibrary();
     for (int i = 1; i < num_threads_; ++i) {
       try {
         // Detached, and the pool is never destroyed: workers may outlive static destructors.

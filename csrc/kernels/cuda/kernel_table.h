@@ -101,6 +101,14 @@ using PagedAttentionFn = int (*)(const AttentionArgs& args, const PagedKV& kv, c
                                  CudaStream stream, char* error);
 using RaggedAttentionFn = int (*)(const AttentionArgs& args, const RaggedKV& kv,
                                   const PlanView& plan, CudaStream stream, char* error);
+/*!
+ * \brief Attention that is scheduled on the device, for calls without a plan. One of paged and
+ * ragged is null. All index arrays are read on the device alone, so that a call can be captured in
+ * a graph. num_indices is the length of paged->indices, which bounds what is read of them.
+ */
+using AttentionFn = int (*)(const AttentionArgs& args, const PagedKV* paged, const RaggedKV* ragged,
+                            const AttentionExtras& extras, int64_t num_indices, CudaStream stream,
+                            char* error);
 using MergeStateFn = int (*)(const MergeStateArgs& args, CudaStream stream, char* error);
 using SplitRotaryFn = int (*)(const SplitRotaryArgs& args, CudaStream stream, char* error);
 using AppendFn = int (*)(const AppendArgs& args, CudaStream stream, char* error);

@@ -9,7 +9,7 @@ namespace kernels {
 namespace cpu {
 namespace TVM_FLASHINFER_ISA {
 
-extern const KernelTable kKernelTable = {
+const KernelTable kKernelTable = {
     TVM_FLASHINFER_ISA_NAME, AttendBlock, AttendChunk, FoldChunks, MergeStates, SplitRotary};
 
 }  // namespace TVM_FLASHINFER_ISA

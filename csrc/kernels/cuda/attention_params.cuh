@@ -1,0 +1,149 @@
+// What our own attention kernel is given, and which keys a row sees.
+#ifndef TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_PARAMS_CUH_
+#define TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_PARAMS_CUH_
+
+#include <cmath>
+
+#include "vector.cuh"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cuda {
+
+constexpr int kMaxInlineRotaryPairs = 128;
+
+/*! \brief AttentionArgs, keys and extras as one kernel parameter. Strides count elements. */
+template <typename T>
+struct AttentionParams {
+  int batch_size;
+  int num_qo_heads;
+  int num_kv_heads;
+  int group_size;
+  const T* q;
+  int64_t q_stride_row;
+  int64_t q_stride_head;
+  const int32_t* qo_indptr;  // null: one row per request
+  T* o;
+  float* lse;
+
+  const T* k;
+  const T* v;
+  int64_t k_stride_outer, k_stride_head, k_stride_slot;
+  int64_t v_stride_outer, v_stride_head, v_stride_slot;
+  int64_t num_pages;
+  int64_t num_indices;
+  int page_size;  // 0: ragged keys
+  const int32_t* kv_indptr;
+  const int32_t* indices;
+  const int32_t* last_page_len;
+  const int32_t* window_offset;
+  const int32_t* sink_size;
+
+  bool causal;
+  bool rows_after_keys;
+  int window_left;
+  const int32_t* tree_indptr;
+  const int32_t* tree_mask;
+  int64_t num_tree_nodes;
+
+  float scale_log2;  // sm_scale * log2(e), or sm_scale / cap with a cap
+  float cap_log2;    // cap * log2(e), 0 without a cap
+  const float* alibi_slopes;
+  const float* sinks;
+
+  int rotary_dim;  // 0: none
+  bool interleaved;
+  float magnitude;
+  const int32_t* q_positions;
+  const int32_t* k_positions;
+  float inv_freq[kMaxInlineRotaryPairs];
+
+  // Where tiles whose keys are split put their parts. Slot i has rows of DVO floats, then (max,
+  // sum).
+  int resident_blocks;  // that fit the GPU at one time
+  float* partial_o;
+  float2* partial_state;
+  int* arrivals;  // one counter per tile and KV head, zero at the start
+};
+
+/*! \brief Rows and keys of one request, as far as the index arrays may be trusted. */
+struct RequestInfo {
+  int row_begin;
+  int num_rows;
+  int num_keys;
+  int kv_begin;  // first page index, or first ragged token
+  int window_offset;
+  int sink_size;
+};
+
+template <typename T>
+__device__ __forceinline__ RequestInfo ReadRequest(const AttentionParams<T>& p, int b) {
+  RequestInfo r;
+  r.row_begin = p.qo_indptr == nullptr ? b : p.qo_indptr[b];
+  r.num_rows = p.qo_indptr == nullptr ? 1 : max(p.qo_indptr[b + 1] - r.row_begin, 0);
+  r.kv_begin = p.kv_indptr[b];
+  const int count = max(p.kv_indptr[b + 1] - r.kv_begin, 0);
+  r.window_offset = r.sink_size = 0;
+  if (p.page_size == 0) {
+    r.num_keys = count;
+  } else {
+    r.num_keys = count == 0 ? 0 : (count - 1) * p.page_size + p.last_page_len[b];
+    if (p.window_offset != nullptr) {
+      r.window_offset = p.window_offset[b];
+      r.sink_size = p.sink_size[b];
+      r.num_keys = max(r.num_keys - r.window_offset + r.sink_size, 0);
+    }
+  }
+  return r;
+}
+
+/*! \brief Offsets of one key of a request, in K and in V; negative when the page table is bad. */
+struct KeyOffsets {
+  int64_t k;
+  int64_t v;
+};
+
+template <typename T>
+__device__ __forceinline__ KeyOffsets LocateKey(const AttentionParams<T>& p, const RequestInfo& r,
+                                                int key, int kv_head) {
+  if (p.page_size == 0) {
+    const int64_t token = r.kv_begin + key;
+    return {token * p.k_stride_slot + kv_head * p.k_stride_head,
+            token * p.v_stride_slot + kv_head * p.v_stride_head};
+  }
+  const int slot = key < r.sink_size ? key : key - r.sink_size + r.window_offset;
+  const int64_t index = r.kv_begin + slot / p.page_size;
+  if (index < 0 || index >= p.num_indices) return {-1, -1};
+  const int64_t page = p.indices[index];
+  if (page < 0 || page >= p.num_pages) return {-1, -1};
+  const int in_page = slot % p.page_size;
+  return {page * p.k_stride_outer + kv_head * p.k_stride_head + in_page * p.k_stride_slot,
+          page * p.v_stride_outer + kv_head * p.v_stride_head + in_page * p.v_stride_slot};
+}
+
+/*! \brief The keys [begin, end) that a row may see; a tree takes more away. */
+struct KeyRange {
+  int begin;
+  int end;
+};
+
+template <typename T>
+__device__ __forceinline__ KeyRange RangeOfRow(const AttentionParams<T>& p, const RequestInfo& r,
+                                               int row) {
+  const int64_t diagonal =
+      static_cast<int64_t>(row) + r.num_keys - (p.rows_after_keys ? 0 : r.num_rows);
+  KeyRange range{0, r.num_keys};
+  if (p.causal)
+    range.end = static_cast<int>(max(min(diagonal + 1, (int64_t)r.num_keys), (int64_t)0));
+  if (p.window_left >= 0) {
+    range.begin =
+        static_cast<int>(min(max(diagonal - p.window_left, (int64_t)0), (int64_t)r.num_keys));
+  }
+  return range;
+}
+
+}  // namespace cuda
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_PARAMS_CUH_

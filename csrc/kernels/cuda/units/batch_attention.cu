@@ -1,0 +1,168 @@
+// Attention scheduled on the device, over paged or ragged keys, for one dtype and head dimensions.
+#include "../attention_kernel.cuh"
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cuda {
+namespace {
+
+using T = TVM_FLASHINFER_DTYPE;
+constexpr int kHeadDimQK = TVM_FLASHINFER_HEAD_DIM_QK;
+constexpr int kHeadDimVO = TVM_FLASHINFER_HEAD_DIM_VO;
+static_assert(kHeadDimQK % 16 == 0 && kHeadDimVO % 16 == 0, "head dimensions come in 16s");
+
+AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
+                              const RaggedKV* ragged, const AttentionExtras& extras,
+                              int64_t num_indices) {
+  AttentionParams<T> p{};
+  p.batch_size = args.batch_size;
+  p.num_qo_heads = args.num_qo_heads;
+  p.num_kv_heads = args.num_kv_heads;
+  p.group_size = args.num_qo_heads / args.num_kv_heads;
+  p.q = static_cast<const T*>(args.q);
+  p.q_stride_row = args.q_stride_row;
+  p.q_stride_head = args.q_stride_head;
+  p.qo_indptr = args.qo_indptr;
+  p.o = static_cast<T*>(args.o);
+  p.lse = args.lse;
+  if (paged != nullptr) {
+    p.k = static_cast<const T*>(paged->k);
+    p.v = static_cast<const T*>(paged->v);
+    p.k_stride_outer = paged->k_stride_page;
+    p.k_stride_head = paged->k_stride_head;
+    p.k_stride_slot = paged->k_stride_slot;
+    p.v_stride_outer = paged->v_stride_page;
+    p.v_stride_head = paged->v_stride_head;
+    p.v_stride_slot = paged->v_stride_slot;
+    p.num_pages = paged->num_pages;
+    p.num_indices = num_indices;
+    p.page_size = paged->page_size;
+    p.kv_indptr = paged->indptr;
+    p.indices = paged->indices;
+    p.last_page_len = paged->last_page_len;
+    p.window_offset = extras.window_offset;
+    p.sink_size = extras.sink_size;
+  } else {
+    p.k = static_cast<const T*>(ragged->k);
+    p.v = static_cast<const T*>(ragged->v);
+    p.k_stride_head = ragged->k_stride_head;
+    p.k_stride_slot = ragged->k_stride_token;
+    p.v_stride_head = ragged->v_stride_head;
+    p.v_stride_slot = ragged->v_stride_token;
+    p.kv_indptr = ragged->indptr;
+  }
+  p.causal = args.causal;
+  p.rows_after_keys = extras.rows_after_keys;
+  p.window_left = args.window_left;
+  p.tree_indptr = extras.tree_indptr;
+  p.tree_mask = extras.tree_mask;
+  p.num_tree_nodes = extras.num_tree_nodes;
+  constexpr double kLog2E = 1.4426950408889634;
+  const double cap = extras.logits_soft_cap;
+  p.scale_log2 = static_cast<float>(cap > 0 ? args.sm_scale / cap : args.sm_scale * kLog2E);
+  p.cap_log2 = static_cast<float>(cap > 0 ? cap * kLog2E : 0.0);
+  p.alibi_slopes = extras.alibi_slopes;
+  p.sinks = extras.sinks;
+  p.rotary_dim = extras.rotary_dim;
+  p.interleaved = extras.interleaved;
+  p.magnitude = extras.magnitude;
+  p.q_positions = extras.q_positions;
+  p.k_positions = extras.k_positions;
+  for (int i = 0; i < extras.rotary_dim / 2; ++i) p.inv_freq[i] = extras.inv_freq[i];
+  return p;
+}
+
+/*! \brief Blocks of a kernel that fit the current device at one time; asked once per device. */
+template <auto kernel>
+cudaError_t ResidentBlocks(size_t shared, int* blocks) {
+  constexpr int kMaxDevices = 64;
+  static int known[kMaxDevices] = {};  // written with the same value by whoever comes
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  if (device < kMaxDevices && known[device] != 0) {
+    *blocks = known[device];
+    return cudaSuccess;
+  }
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(shared));
+  if (status != cudaSuccess) return status;
+  int per_sm = 0, num_sm = 0;
+  status =
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kAttentionThreads, shared);
+  if (status != cudaSuccess) return status;
+  status = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  if (per_sm == 0) {
+    throw std::runtime_error("this GPU has too little shared memory for head_dim " +
+                             std::to_string(kHeadDimQK));
+  }
+  *blocks = per_sm * num_sm;
+  if (device < kMaxDevices) known[device] = *blocks;
+  return cudaSuccess;
+}
+
+template <int kWarpsQ, bool kExtras>
+cudaError_t Run(AttentionParams<T> p, int64_t num_rows, cudaStream_t stream) {
+  using Traits = AttentionTraits<T, kHeadDimQK, kHeadDimVO, kWarpsQ>;
+  constexpr auto kernel = AttentionKernel<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kExtras>;
+  cudaError_t status = ResidentBlocks<kernel>(Traits::kSharedBytes, &p.resident_blocks);
+  if (status != cudaSuccess) return status;
+  // A batch that is split has as many items as this at most: see Schedule.
+  const int64_t slots = static_cast<int64_t>(kWaves) * p.resident_blocks;
+  const size_t o_bytes = slots * Traits::kRows * kHeadDimVO * sizeof(float);
+  const size_t state_bytes = slots * Traits::kRows * sizeof(float2);
+  const size_t arrival_bytes = slots * sizeof(int);
+  char* workspace = nullptr;
+  status = cudaMallocAsync(&workspace, o_bytes + state_bytes + arrival_bytes, stream);
+  if (status != cudaSuccess) return status;
+  p.partial_o = reinterpret_cast<float*>(workspace);
+  p.partial_state = reinterpret_cast<float2*>(workspace + o_bytes);
+  p.arrivals = reinterpret_cast<int*>(workspace + o_bytes + state_bytes);
+  status = cudaMemsetAsync(p.arrivals, 0, arrival_bytes, stream);
+  if (status == cudaSuccess) {
+    const int64_t tiles =
+        CeilDiv(num_rows * p.group_size, Traits::kRows) + p.batch_size;  // at most
+    const int64_t blocks =
+        std::min<int64_t>(p.resident_blocks, std::max<int64_t>(tiles * p.num_kv_heads, slots));
+    kernel<<<static_cast<unsigned>(blocks), kAttentionThreads, Traits::kSharedBytes, stream>>>(p);
+    status = cudaGetLastError();
+  }
+  const cudaError_t freed = cudaFreeAsync(workspace, stream);
+  return status != cudaSuccess ? status : freed;
+}
+
+int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const RaggedKV* ragged,
+                   const AttentionExtras& extras, int64_t num_indices, CudaStream stream,
+                   char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    if (extras.rotary_dim / 2 > kMaxInlineRotaryPairs) {
+      throw std::invalid_argument("rotary_dim is " + std::to_string(extras.rotary_dim) +
+                                  ", inside attention it can be 256 at most");
+    }
+    const AttentionParams<T> p = MakeParams(args, paged, ragged, extras, num_indices);
+    const bool has_extras = extras.tree_indptr != nullptr || extras.logits_soft_cap > 0 ||
+                            extras.alibi_slopes != nullptr || extras.rotary_dim > 0;
+    // Few rows per request: one tile of 16, the warps share the keys. Else one of 64.
+    const bool few_rows = args.num_rows * p.group_size <= 32LL * args.batch_size;
+    if (few_rows) {
+      return has_extras ? Run<1, true>(p, args.num_rows, handle)
+                        : Run<1, false>(p, args.num_rows, handle);
+    }
+    return has_extras ? Run<4, true>(p, args.num_rows, handle)
+                      : Run<4, false>(p, args.num_rows, handle);
+  });
+}
+
+const std::string& Name() {
+  static const std::string name =
+      KernelName("batch_attention", DTypeOf<T>(), kHeadDimQK, kHeadDimVO);
+  return name;
+}
+
+TVM_FLASHINFER_REGISTER(batch_attention, Name().c_str(), &BatchAttention);
+
+}  // namespace
+}  // namespace cuda
+}  // namespace kernels
+}  // namespace tvm_flashinfer
