@@ -32,8 +32,9 @@ _DAYS = 30.0
 def main() -> None:
     """FlashInfer's CUDA kernels for TVM.
 
-    Kernels are compiled when they are first needed, which takes from ten seconds to a minute each. `build` does that beforehand, `cache` shows and removes
-    what was compiled, and `doctor` tells what this machine has and lacks.
+    Kernels are compiled when they are first needed, which takes from ten seconds to a minute each.
+    `build` does that beforehand, `cache` shows and removes what was compiled, and `doctor` tells
+    what this machine has and lacks.
     """
 
 

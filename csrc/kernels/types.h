@@ -127,9 +127,10 @@ struct AttentionExtras {
   int32_t rotary_dim;  // 0 for none
   bool interleaved;
   float magnitude;
-  const float* inv_freq;       // host memory, rotary_dim / 2 values
-  const int32_t* q_positions;  // (num_rows,)
-  const int32_t* k_positions;  // (batch_size,), or null for those of the rows
+  const float* inv_freq;         // host memory, rotary_dim / 2 values
+  const float* inv_freq_second;  // as in SplitRotaryArgs
+  const int32_t* q_positions;    // (num_rows,)
+  const int32_t* k_positions;    // (batch_size,), or null for those of the rows
 };
 
 /*! \brief Merge of two attention states over disjoint keys; the merged one may alias the first. */
@@ -168,6 +169,11 @@ struct SplitRotaryArgs {
   bool apply_rope;
   float magnitude;
   const float* inv_freq;  // host memory, rotary_dim / 2 values
+  /*!
+   * \brief Frequencies by which the second element of each pair is computed, or null when they are
+   * those of the first: TVM's yarn has others there, so its pairs are not quite rotated.
+   */
+  const float* inv_freq_second;
   const void* qkv;
   int64_t qkv_stride_row;
   int64_t qkv_stride_head;
@@ -231,6 +237,37 @@ struct ReadPagesArgs {
   const int32_t* position_map;
   void* k;
   void* v;
+};
+
+/*! \brief A pool of pages of latent attention: (num_pages, page_size, head_dim). */
+struct RowPool {
+  DType dtype;
+  int64_t num_pages;
+  int32_t page_size;
+  int32_t head_dim;
+  void* data;
+};
+
+/*! \brief AppendArgs, CopyPageArgs and ReadPagesArgs of a pool of rows (num_rows, head_dim). */
+struct AppendRowsArgs {
+  RowPool pool;
+  int64_t num_rows;
+  const void* rows;
+  const int32_t* position_map;
+};
+
+struct CopyRowsArgs {
+  RowPool pool;
+  int64_t src_page;
+  int64_t tgt_page;
+  int64_t copy_length;
+};
+
+struct ReadRowsArgs {
+  RowPool pool;
+  int64_t num_rows;
+  const int32_t* position_map;
+  void* rows;
 };
 
 }  // namespace kernels

@@ -43,6 +43,16 @@ _SLOTS = (
 )
 
 
+def physical_cores() -> int:
+    """Count the cores that this process may use, hardware threads of one core taken together."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        if siblings.exists():
+            cores.add(siblings.read_text())
+    return len(cores) or os.cpu_count() or 1
+
+
 def default_target(device: str) -> Target:
     """Describe the machine for the compiler.
 
@@ -55,7 +65,7 @@ def default_target(device: str) -> Target:
     host = {
         "kind": "llvm",
         "mtriple": "x86_64-unknown-linux-gnu" if x86 else codegen.llvm_get_system_triple(),
-        "num-cores": os.cpu_count() or 1,
+        "num-cores": physical_cores(),
     }
     processor = codegen.llvm_get_system_cpu()
     if processor not in ("", "generic"):

@@ -49,16 +49,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def print_kernels(model: Model) -> None:
-    """Print which kernel serves each slot of each kind of KV cache."""
-    for kind, slots in model.info["kv_cache_slots"].items():
+def print_kernels(model: Model, kinds: list[str]) -> None:
+    """Print which kernel serves each slot of each kind of KV cache, or why it could not be made."""
+    for kind in kinds:
         print(f"KV cache {kind!r} is served by")
         if kind == "flashinfer":
             from tvm_flashinfer.relax import read_report
 
             print(read_report(model))
             continue
-        for slot, kernel in slots.items():
+        for slot, kernel in model.info["kv_cache_slots"][kind].items():
             print(f"  {slot:<24} {kernel}")
 
 
@@ -100,7 +100,13 @@ def compare(first: str, expected: list[int], second: str, got: list[int]) -> boo
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; the exit status is 1 if float32 runs on two caches differ."""
+    """Run the demo.
+
+    Returns
+    -------
+    status : int
+        0; 1 if the tokens of float32 runs on two caches differ; 2 if the arguments do not fit.
+    """
     args = parse_args(argv)
     progress = Progress()
     device = args.device
@@ -118,7 +124,11 @@ def main(argv: list[str] | None = None) -> int:
     with progress.step(f"loading the model on {device}"):
         model = Model(library, weights, tvm.device(device, 0))
         del weights
-    print_kernels(model)
+    print_kernels(model, kinds)
+    kinds = [kind for kind in kinds if kind in model.info["kv_cache_slots"]]
+    if not kinds:
+        print("no cache of the kind asked for; the reasons are above", file=sys.stderr)
+        return 2
 
     text = args.prompt
     if not args.raw:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import tvm
 from tvm_ffi import Shape
 
-from .compile import library_info
+from .compile import library_info, physical_cores
 
 
 class Model:
@@ -30,6 +31,9 @@ class Model:
     def __init__(
         self, library: Path, weights: Sequence[np.ndarray], device: tvm.runtime.Device
     ) -> None:
+        # TVM takes half of the processors for hardware threads, which leaves half of the cores idle
+        # where they are not. It reads this when it first runs something in parallel.
+        os.environ.setdefault("TVM_NUM_THREADS", str(physical_cores()))
         self.device = device
         self.info = library_info(library)
         if "flashinfer" in self.info["kv_cache_slots"]:

@@ -53,12 +53,12 @@ class GGUFTokenizer:
         )
         self._tokenizer.decoder = decoders.ByteLevel()
         types = metadata["tokenizer.ggml.token_type"]
-        for kind_, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
             self._tokenizer.add_tokens(
                 [
                     AddedToken(token, special=special, normalized=False)
                     for token, token_type in zip(tokens, types, strict=True)
-                    if token_type == kind_
+                    if token_type == wanted
                 ]
             )
         self.vocab_size = len(tokens)

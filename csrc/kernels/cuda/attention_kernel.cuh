@@ -12,10 +12,9 @@ namespace tvm_flashinfer {
 namespace kernels {
 namespace cuda {
 
-template <typename T, int DQK, int DVO, int kWarpsQ>
+template <typename T, int DQK, int DVO, int kWarpsQ, int kWarpsKV>
 struct AttentionTraits {
-  static constexpr int kWarps = kAttentionThreads / 32;
-  static constexpr int kWarpsKV = kWarps / kWarpsQ;
+  static constexpr int kThreads = 32 * kWarpsQ * kWarpsKV;
   static constexpr int kRows = 16 * kWarpsQ;
   // Large heads take smaller tiles, so that two stages fit the shared memory of one block.
   static constexpr int kKeys = DQK > 128 && kWarpsKV == 1 ? 32 : 64;
@@ -31,13 +30,18 @@ struct AttentionTraits {
   static constexpr size_t kSharedBytes = kTileBytes > kMergeBytes ? kTileBytes : kMergeBytes;
 };
 
-template <typename T, int DQK, int DVO, int kWarpsQ, bool kExtras>
-__global__ void __launch_bounds__(kAttentionThreads)
+/*!
+ * Warps share a tile of 16 * kWarpsQ rows; with kWarpsKV > 1 several of them work on the same rows
+ * and on different keys of a tile, which is for batches with few rows a request.
+ */
+template <typename T, int DQK, int DVO, int kWarpsQ, int kWarpsKV, bool kExtras>
+__global__ void __launch_bounds__(32 * kWarpsQ * kWarpsKV, kWarpsQ == 1 && DVO <= 128 ? 3 : 1)
     AttentionKernel(const __grid_constant__ AttentionParams<T> p) {
-  using Traits = AttentionTraits<T, DQK, DVO, kWarpsQ>;
+  using Traits = AttentionTraits<T, DQK, DVO, kWarpsQ, kWarpsKV>;
+  constexpr int kThreads = Traits::kThreads;
   constexpr int kTilesS = Traits::kKeysOfWarp / 8;
   extern __shared__ __align__(16) char memory[];
-  __shared__ long long scan[kAttentionThreads / 32];
+  __shared__ long long scan[kThreads / 32];
   __shared__ KeyOffsets offsets[2][Traits::kKeys];
   __shared__ int range_begin, range_end;
   T* q_tile = reinterpret_cast<T*>(memory);
@@ -45,7 +49,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_q = warp % kWarpsQ, warp_kv = warp / kWarpsQ;
-  Schedule<T> schedule(p, Traits::kRows, scan);
+  Schedule<T, kThreads> schedule(p, Traits::kRows, scan);
 
   for (long long index = blockIdx.x;; index += gridDim.x) {
     WorkItem item;
@@ -74,8 +78,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
     const int begin = range_begin + item.chunk * chunk;
     const int end = min(begin + chunk, max(range_end, range_begin));
 
-    LoadQueries<T, DQK, Traits::kRows, Traits::kStrideQK, kExtras>(p, r, kv_head, first_row,
-                                                                   packed_rows, q_tile);
+    LoadQueries<T, DQK, Traits::kRows, Traits::kStrideQK, kThreads, kExtras>(
+        p, r, kv_head, first_row, packed_rows, q_tile);
     RowState<DVO> state;
     KeyRange seen[2];
     int tree_order[2];
@@ -113,9 +117,10 @@ __global__ void __launch_bounds__(kAttentionThreads)
     };
     auto fetch = [&](int tile) {
       T* stage = stages + (tile % 2) * Traits::kStage;
-      LoadKeys<T, DQK, Traits::kKeys, Traits::kStrideQK>(p.k, offsets[tile % 2], 0, stage);
-      LoadKeys<T, DVO, Traits::kKeys, Traits::kStrideVO>(p.v, offsets[tile % 2], 1,
-                                                         stage + Traits::kKeys * Traits::kStrideQK);
+      LoadKeys<T, DQK, Traits::kKeys, Traits::kStrideQK, kThreads>(p.k, offsets[tile % 2], 0,
+                                                                   stage);
+      LoadKeys<T, DVO, Traits::kKeys, Traits::kStrideVO, kThreads>(
+          p.v, offsets[tile % 2], 1, stage + Traits::kKeys * Traits::kStrideQK);
       CommitCopies();
     };
     if (num_tiles > 0) {
@@ -141,8 +146,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
       const int tile_begin = begin + tile * Traits::kKeys;
       if constexpr (kExtras) {
         if (p.rotary_dim > 0) {
-          RotateKeys<T, Traits::kKeys, Traits::kStrideQK>(p, r, item.request, tile_begin, end,
-                                                          k_tile);
+          RotateKeys<T, Traits::kKeys, Traits::kStrideQK, kThreads>(p, r, item.request, tile_begin,
+                                                                    end, k_tile);
           __syncthreads();
         }
       }
@@ -246,8 +251,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
       state.sum[i] += __shfl_xor_sync(0xffffffffu, state.sum[i], 1);
       state.sum[i] += __shfl_xor_sync(0xffffffffu, state.sum[i], 2);
     }
-    StoreRows<T, DVO, Traits::kRows, kWarpsQ>(p, r, item, kv_head, first_row, packed_rows,
-                                              num_chunks, index, state, memory);
+    StoreRows<T, DVO, kWarpsQ, kWarpsKV>(p, r, item, kv_head, first_row, packed_rows, num_chunks,
+                                         index, state, memory);
     __syncthreads();
   }
 }

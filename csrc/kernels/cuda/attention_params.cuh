@@ -56,7 +56,8 @@ struct AttentionParams {
   float magnitude;
   const int32_t* q_positions;
   const int32_t* k_positions;
-  float inv_freq[kMaxInlineRotaryPairs];
+  // Those of the first elements of pairs, and those of the second.
+  float inv_freq[2][kMaxInlineRotaryPairs];
 
   // Where tiles whose keys are split put their parts. Slot i has rows of DVO floats, then (max,
   // sum).

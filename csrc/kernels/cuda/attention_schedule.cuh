@@ -8,8 +8,6 @@ namespace tvm_flashinfer {
 namespace kernels {
 namespace cuda {
 
-constexpr int kAttentionThreads = 128;
-
 /*! \brief Items per place on the GPU that a large batch is split into; see Schedule. */
 constexpr int kWaves = 4;
 
@@ -27,14 +25,14 @@ struct WorkItem {
  * \brief Numbers the items of a batch: requests, tiles, chunks, in this order. An item is a chunk
  * of the largest number of keys that a tile of its request can see; some items find no keys left.
  */
-template <typename T>
+template <typename T, int kThreads>
 class Schedule {
  public:
-  /*! \brief shared: kAttentionThreads long values. All threads of the block call this. */
+  /*! \brief shared: a value for each warp. All threads of the block call this. */
   __device__ Schedule(const AttentionParams<T>& p, int tile_rows, long long* shared)
       : p_(p), tile_rows_(tile_rows), shared_(shared) {
     long long work = 0, tiles = 0;
-    for (int b = threadIdx.x; b < p.batch_size; b += kAttentionThreads) {
+    for (int b = threadIdx.x; b < p.batch_size; b += kThreads) {
       const RequestInfo r = ReadRequest(p, b);
       const long long own = Tiles(r);
       tiles += own;
@@ -67,7 +65,7 @@ class Schedule {
     __shared__ int is_found;
     if (threadIdx.x == 0) is_found = 0;
     long long items_before = 0, tiles_before = 0;
-    for (int base = 0; base < p_.batch_size; base += kAttentionThreads) {
+    for (int base = 0; base < p_.batch_size; base += kThreads) {
       const int b = base + threadIdx.x;
       int tiles = 0, chunks = 0;
       if (b < p_.batch_size) {
@@ -120,7 +118,7 @@ class Schedule {
     if (lane == 31) shared_[warp] = value;
     __syncthreads();
     long long before = 0, sum = 0;
-    for (int w = 0; w < kAttentionThreads / 32; ++w) {
+    for (int w = 0; w < kThreads / 32; ++w) {
       if (w < warp) before += shared_[w];
       sum += shared_[w];
     }

@@ -19,10 +19,11 @@ struct RowState {
 };
 
 template <typename T>
-__device__ __forceinline__ float2 RotaryAngle(const AttentionParams<T>& p, int position, int pair) {
+__device__ __forceinline__ float2 RotaryAngle(const AttentionParams<T>& p, int position,
+                                              float inv_freq) {
   // As in SplitRotaryKernel: a float angle, reduced to one turn exactly enough for any position.
   const double turns =
-      static_cast<double>(static_cast<float>(position) * p.inv_freq[pair]) * 0.15915494309189535;
+      static_cast<double>(static_cast<float>(position) * inv_freq) * 0.15915494309189535;
   float sine, cosine;
   sincospif(static_cast<float>(2.0 * (turns - rint(turns))), &sine, &cosine);
   return make_float2(p.magnitude * cosine, p.magnitude * sine);
@@ -35,7 +36,20 @@ __device__ __forceinline__ int2 PairDims(const AttentionParams<T>& p, int pair) 
                        : make_int2(pair, pair + p.rotary_dim / 2);
 }
 
-template <typename T, int D, int kRows, int kStride, bool kExtras>
+/*! \brief Rotate one pair of a row in shared memory. */
+template <typename T>
+__device__ __forceinline__ void RotatePair(const AttentionParams<T>& p, int position, int pair,
+                                           T* x) {
+  const float f = p.inv_freq[0][pair], second = p.inv_freq[1][pair];
+  const float2 angle = RotaryAngle(p, position, f);
+  const float2 other = f == second ? angle : RotaryAngle(p, position, second);
+  const int2 d = PairDims(p, pair);
+  const float a = ToFloat(x[d.x]), b = ToFloat(x[d.y]);
+  x[d.x] = FromFloat<T>(a * angle.x - b * angle.y);
+  x[d.y] = FromFloat<T>(b * other.x + a * other.y);
+}
+
+template <typename T, int D, int kRows, int kStride, int kThreads, bool kExtras>
 __device__ __forceinline__ void LoadQueries(const AttentionParams<T>& p, const RequestInfo& r,
                                             int kv_head, int first_row, int packed_rows, T* tile) {
   auto source = [&](int packed) {
@@ -43,7 +57,7 @@ __device__ __forceinline__ void LoadQueries(const AttentionParams<T>& p, const R
     return p.q + static_cast<int64_t>(r.row_begin + row) * p.q_stride_row + head * p.q_stride_head;
   };
   constexpr int kPieces = D / 8;
-  for (int i = threadIdx.x; i < kRows * kPieces; i += kAttentionThreads) {
+  for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
     const int row = i / kPieces, d = i % kPieces * 8;
     uint4 piece = make_uint4(0, 0, 0, 0);
     if (first_row + row < packed_rows) {
@@ -55,30 +69,25 @@ __device__ __forceinline__ void LoadQueries(const AttentionParams<T>& p, const R
     if (p.rotary_dim == 0) return;
     __syncthreads();
     const int pairs = p.rotary_dim / 2;
-    for (int i = threadIdx.x; i < kRows * pairs; i += kAttentionThreads) {
+    for (int i = threadIdx.x; i < kRows * pairs; i += kThreads) {
       const int row = i / pairs, pair = i % pairs, packed = first_row + row;
       if (packed >= packed_rows) continue;
       const int position = p.q_positions[r.row_begin + packed / p.group_size];
-      const float2 angle = RotaryAngle(p, position, pair);
-      const int2 d = PairDims(p, pair);
-      T* x = tile + row * kStride;
-      const float a = ToFloat(x[d.x]), b = ToFloat(x[d.y]);
-      x[d.x] = FromFloat<T>(a * angle.x - b * angle.y);
-      x[d.y] = FromFloat<T>(b * angle.x + a * angle.y);
+      RotatePair(p, position, pair, tile + row * kStride);
     }
   }
 }
 
 /*! \brief Start the copy of one tile of K (which 0) or V (which 1); keys without offset become 0.
  */
-template <typename T, int D, int kKeys, int kStride>
+template <typename T, int D, int kKeys, int kStride, int kThreads>
 __device__ __forceinline__ void LoadKeys(const T* base, const KeyOffsets* offsets, int which,
                                          T* tile) {
   constexpr int kPieces = D / 8;
-  static_assert(kKeys * kPieces % kAttentionThreads == 0, "every thread copies as many pieces");
+  static_assert(kKeys * kPieces % kThreads == 0, "every thread copies as many pieces");
 #pragma unroll
-  for (int i = 0; i < kKeys * kPieces / kAttentionThreads; ++i) {
-    const int index = i * kAttentionThreads + threadIdx.x;
+  for (int i = 0; i < kKeys * kPieces / kThreads; ++i) {
+    const int index = i * kThreads + threadIdx.x;
     const int key = index / kPieces, d = index % kPieces * 8;
     const int64_t offset = which == 0 ? offsets[key].k : offsets[key].v;
     const bool valid = offset >= 0;
@@ -86,21 +95,16 @@ __device__ __forceinline__ void LoadKeys(const T* base, const KeyOffsets* offset
   }
 }
 
-template <typename T, int kKeys, int kStride>
+template <typename T, int kKeys, int kStride, int kThreads>
 __device__ __forceinline__ void RotateKeys(const AttentionParams<T>& p, const RequestInfo& r,
                                            int request, int tile_begin, int end, T* tile) {
   const int pairs = p.rotary_dim / 2;
-  for (int i = threadIdx.x; i < kKeys * pairs; i += kAttentionThreads) {
+  for (int i = threadIdx.x; i < kKeys * pairs; i += kThreads) {
     const int key = tile_begin + i / pairs, pair = i % pairs;
     if (key >= end) continue;
     const int position =
         p.k_positions != nullptr ? p.k_positions[request] + key : p.q_positions[r.kv_begin + key];
-    const float2 angle = RotaryAngle(p, position, pair);
-    const int2 d = PairDims(p, pair);
-    T* x = tile + i / pairs * kStride;
-    const float a = ToFloat(x[d.x]), b = ToFloat(x[d.y]);
-    x[d.x] = FromFloat<T>(a * angle.x - b * angle.y);
-    x[d.y] = FromFloat<T>(b * angle.x + a * angle.y);
+    RotatePair(p, position, pair, tile + i / pairs * kStride);
   }
 }
 
@@ -187,12 +191,12 @@ __device__ __forceinline__ float FinishRow(const AttentionParams<T>& p, const Ou
  * \brief Write the rows of a tile: to the output, or as a part when keys were split. The block
  * whose part is the last of its tile merges them all.
  */
-template <typename T, int DVO, int kRows, int kWarpsQ>
+template <typename T, int DVO, int kWarpsQ, int kWarpsKV>
 __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const RequestInfo& r,
                                           const WorkItem& item, int kv_head, int first_row,
                                           int packed_rows, int num_chunks, long long index,
                                           RowState<DVO>& state, char* memory) {
-  constexpr int kWarpsKV = kAttentionThreads / 32 / kWarpsQ;
+  constexpr int kRows = 16 * kWarpsQ, kThreads = 32 * kWarpsQ * kWarpsKV;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_q = warp % kWarpsQ, warp_kv = warp / kWarpsQ;
   float* merged = reinterpret_cast<float*>(memory);
@@ -231,7 +235,7 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
     }
   };
   if constexpr (kWarpsKV > 1) {
-    for (int i = threadIdx.x; i < valid_rows * (DVO / 2); i += kAttentionThreads) {
+    for (int i = threadIdx.x; i < valid_rows * (DVO / 2); i += kThreads) {
       const int row = i / (DVO / 2), d = i % (DVO / 2) * 2;
       float top = -INFINITY;
 #pragma unroll
@@ -274,7 +278,7 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  for (int i = threadIdx.x; i < valid_rows * (DVO / 2); i += kAttentionThreads) {
+  for (int i = threadIdx.x; i < valid_rows * (DVO / 2); i += kThreads) {
     const int row = i / (DVO / 2), d = i % (DVO / 2) * 2;
     float top = -INFINITY;
     for (int c = 0; c < num_chunks; ++c) {

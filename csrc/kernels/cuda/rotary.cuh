@@ -23,6 +23,7 @@ struct SplitRotaryParams {
   int rotary_dim;
   bool interleaved;
   bool apply_rope;
+  bool has_second;  // the second elements of pairs have frequencies of their own, after the first
   float magnitude;
   int64_t qkv_stride_row;
   int64_t qkv_stride_head;
@@ -42,7 +43,7 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
   const int pairs = p.rotary_dim / 2;
   if (p.apply_rope) {
     const float position = static_cast<float>(p.position_map[row]);
-    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+    for (int i = threadIdx.x; i < (p.has_second ? 2 * pairs : pairs); i += blockDim.x) {
       // The angle is rounded to float as in TVM's kernels; its reduction to one turn is exact
       // enough for any position, where the fast sine of a large float is not.
       const double turns = static_cast<double>(position * inv_freq.values[i]) * 0.15915494309189535;
@@ -52,6 +53,7 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
     }
     __syncthreads();
   }
+  const float2* second_cos_sin = p.has_second ? cos_sin + pairs : cos_sin;
   using Vec = Vector<T, kVec>;
   const int heads = p.num_qo_heads + 2 * p.num_kv_heads;
   const int vecs_per_head = p.head_dim / kVec;
@@ -75,9 +77,10 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
           const int other = (d + j) ^ 1;
-          const float2 c = cos_sin[(d + j) / 2];
+          const bool first = (d + j) % 2 == 0;
+          const float2 c = (first ? cos_sin : second_cos_sin)[(d + j) / 2];
           const float partner = ToFloat(in[other]);
-          const float rotated = (d + j) % 2 == 0 ? -partner : partner;
+          const float rotated = first ? -partner : partner;
           x.data[j] = FromFloat<T>(ToFloat(x.data[j]) * c.x + rotated * c.y);
         }
       } else {
@@ -85,7 +88,7 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
         const Vec partner = *reinterpret_cast<const Vec*>(in + (first ? d + pairs : d - pairs));
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
-          const float2 c = cos_sin[first ? d + j : d + j - pairs];
+          const float2 c = first ? cos_sin[d + j] : second_cos_sin[d + j - pairs];
           const float y = ToFloat(partner.data[j]);
           x.data[j] = FromFloat<T>(ToFloat(x.data[j]) * c.x + (first ? -y : y) * c.y);
         }
@@ -100,15 +103,31 @@ inline int SplitQKVRotary(const SplitRotaryArgs& args, CudaStream stream, char* 
     return DispatchDType(args.dtype, [&](auto element) {
       using T = decltype(element);
       if (args.num_rows == 0) return cudaSuccess;
-      SplitRotaryParams<T> params{args.num_qo_heads,       args.num_kv_heads,
-                                  args.head_dim,           args.rotary_dim,
-                                  args.interleaved,        args.apply_rope,
-                                  args.magnitude,          args.qkv_stride_row,
-                                  args.qkv_stride_head,    static_cast<const T*>(args.qkv),
-                                  args.position_map,       static_cast<T*>(args.q),
-                                  static_cast<T*>(args.k), static_cast<T*>(args.v)};
+      SplitRotaryParams<T> params{args.num_qo_heads,
+                                  args.num_kv_heads,
+                                  args.head_dim,
+                                  args.rotary_dim,
+                                  args.interleaved,
+                                  args.apply_rope,
+                                  args.inv_freq_second != nullptr,
+                                  args.magnitude,
+                                  args.qkv_stride_row,
+                                  args.qkv_stride_head,
+                                  static_cast<const T*>(args.qkv),
+                                  args.position_map,
+                                  static_cast<T*>(args.q),
+                                  static_cast<T*>(args.k),
+                                  static_cast<T*>(args.v)};
       InverseFrequencies inv_freq;
-      std::copy_n(args.inv_freq, args.rotary_dim / 2, inv_freq.values);
+      const int pairs = args.rotary_dim / 2;
+      std::copy_n(args.inv_freq, pairs, inv_freq.values);
+      if (params.has_second) {
+        if (2 * pairs > kMaxRotaryPairs) {
+          throw std::invalid_argument("rotary_dim is " + std::to_string(args.rotary_dim) +
+                                      ", with this RoPE scaling it can be 512 at most");
+        }
+        std::copy_n(args.inv_freq_second, pairs, inv_freq.values + pairs);
+      }
       constexpr int kVec = kWide<T>;
       // A wide piece must lie on one side of the boundary between the halves and of rotary_dim.
       const bool wide =
@@ -117,7 +136,7 @@ inline int SplitQKVRotary(const SplitRotaryArgs& args, CudaStream stream, char* 
           args.rotary_dim % (2 * kVec) == 0;
       const int pieces = (args.num_qo_heads + 2 * args.num_kv_heads) * args.head_dim;
       const int threads = std::min<int>(512, CeilDiv(wide ? pieces / kVec : pieces, 32) * 32);
-      const size_t shared = args.rotary_dim / 2 * sizeof(float2);
+      const size_t shared = (params.has_second ? 2 * pairs : pairs) * sizeof(float2);
       auto kernel = wide ? SplitRotaryKernel<T, kVec> : SplitRotaryKernel<T, 1>;
       kernel<<<static_cast<unsigned>(args.num_rows), threads, shared, handle>>>(params, inv_freq);
       return cudaGetLastError();

@@ -68,13 +68,18 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
   p.magnitude = extras.magnitude;
   p.q_positions = extras.q_positions;
   p.k_positions = extras.k_positions;
-  for (int i = 0; i < extras.rotary_dim / 2; ++i) p.inv_freq[i] = extras.inv_freq[i];
+  const float* second =
+      extras.inv_freq_second == nullptr ? extras.inv_freq : extras.inv_freq_second;
+  for (int i = 0; i < extras.rotary_dim / 2; ++i) {
+    p.inv_freq[0][i] = extras.inv_freq[i];
+    p.inv_freq[1][i] = second[i];
+  }
   return p;
 }
 
 /*! \brief Blocks of a kernel that fit the current device at one time; asked once per device. */
 template <auto kernel>
-cudaError_t ResidentBlocks(size_t shared, int* blocks) {
+cudaError_t ResidentBlocks(int threads, size_t shared, int* blocks) {
   constexpr int kMaxDevices = 64;
   static int known[kMaxDevices] = {};  // written with the same value by whoever comes
   int device = 0;
@@ -88,8 +93,7 @@ cudaError_t ResidentBlocks(size_t shared, int* blocks) {
                                 static_cast<int>(shared));
   if (status != cudaSuccess) return status;
   int per_sm = 0, num_sm = 0;
-  status =
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kAttentionThreads, shared);
+  status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, shared);
   if (status != cudaSuccess) return status;
   status = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
@@ -102,11 +106,12 @@ cudaError_t ResidentBlocks(size_t shared, int* blocks) {
   return cudaSuccess;
 }
 
-template <int kWarpsQ, bool kExtras>
+template <int kWarpsQ, int kWarpsKV, bool kExtras>
 cudaError_t Run(AttentionParams<T> p, int64_t num_rows, cudaStream_t stream) {
-  using Traits = AttentionTraits<T, kHeadDimQK, kHeadDimVO, kWarpsQ>;
-  constexpr auto kernel = AttentionKernel<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kExtras>;
-  cudaError_t status = ResidentBlocks<kernel>(Traits::kSharedBytes, &p.resident_blocks);
+  using Traits = AttentionTraits<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kWarpsKV>;
+  constexpr auto kernel = AttentionKernel<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kWarpsKV, kExtras>;
+  cudaError_t status =
+      ResidentBlocks<kernel>(Traits::kThreads, Traits::kSharedBytes, &p.resident_blocks);
   if (status != cudaSuccess) return status;
   // A batch that is split has as many items as this at most: see Schedule.
   const int64_t slots = static_cast<int64_t>(kWaves) * p.resident_blocks;
@@ -125,7 +130,7 @@ cudaError_t Run(AttentionParams<T> p, int64_t num_rows, cudaStream_t stream) {
         CeilDiv(num_rows * p.group_size, Traits::kRows) + p.batch_size;  // at most
     const int64_t blocks =
         std::min<int64_t>(p.resident_blocks, std::max<int64_t>(tiles * p.num_kv_heads, slots));
-    kernel<<<static_cast<unsigned>(blocks), kAttentionThreads, Traits::kSharedBytes, stream>>>(p);
+    kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, Traits::kSharedBytes, stream>>>(p);
     status = cudaGetLastError();
   }
   const cudaError_t freed = cudaFreeAsync(workspace, stream);
@@ -143,14 +148,19 @@ int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const Ragged
     const AttentionParams<T> p = MakeParams(args, paged, ragged, extras, num_indices);
     const bool has_extras = extras.tree_indptr != nullptr || extras.logits_soft_cap > 0 ||
                             extras.alibi_slopes != nullptr || extras.rotary_dim > 0;
-    // Few rows per request: one tile of 16, the warps share the keys. Else one of 64.
-    const bool few_rows = args.num_rows * p.group_size <= 32LL * args.batch_size;
-    if (few_rows) {
-      return has_extras ? Run<1, true>(p, args.num_rows, handle)
-                        : Run<1, false>(p, args.num_rows, handle);
-    }
-    return has_extras ? Run<4, true>(p, args.num_rows, handle)
-                      : Run<4, false>(p, args.num_rows, handle);
+    auto run = [&](auto warps_q, auto warps_kv) {
+      constexpr int kWarpsQ = decltype(warps_q)::value, kWarpsKV = decltype(warps_kv)::value;
+      return has_extras ? Run<kWarpsQ, kWarpsKV, true>(p, args.num_rows, handle)
+                        : Run<kWarpsQ, kWarpsKV, false>(p, args.num_rows, handle);
+    };
+    using std::integral_constant;
+    // Tiles about as large as the requests: larger ones read the keys less often.
+    const int64_t rows_of_request =
+        args.num_rows * p.group_size / std::max<int64_t>(args.batch_size, 1);
+    if (rows_of_request <= 32) return run(integral_constant<int, 1>(), integral_constant<int, 4>());
+    if (rows_of_request <= 256)
+      return run(integral_constant<int, 4>(), integral_constant<int, 1>());
+    return run(integral_constant<int, 8>(), integral_constant<int, 1>());
   });
 }
 
