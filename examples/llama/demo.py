@@ -49,6 +49,27 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def choose_device(requested: str) -> str:
+    """Return ``cpu`` or ``cuda``; say why it is not ``cuda`` when that was left open.
+
+    Raises
+    ------
+    SystemExit
+        ``cuda`` was asked for and cannot be.
+    """
+    if requested == "cpu":
+        return "cpu"
+    from tvm_flashinfer.kernels import missing_tools
+
+    reasons = missing_tools(model_object=True) if tvm.cuda(0).exist else ["TVM finds no NVIDIA GPU"]
+    if not reasons:
+        return "cuda"
+    if requested == "cuda":
+        raise SystemExit("--device cuda cannot be: " + "; ".join(reasons))
+    print("running on the CPU: " + "; ".join(reasons))
+    return "cpu"
+
+
 def print_kernels(model: Model, kinds: list[str]) -> None:
     """Print which kernel serves each slot of each kind of KV cache, or why it could not be made."""
     for kind in kinds:
@@ -109,9 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = parse_args(argv)
     progress = Progress()
-    device = args.device
-    if device == "auto":
-        device = "cuda" if tvm.cuda(0).exist else "cpu"
+    device = choose_device(args.device)
     target = default_target(device)
     dtype = args.dtype or default_dtype(target)
     with progress.step("reading the GGUF file"):
