@@ -10,6 +10,7 @@ from build_sandbox import FAKE_NVCC
 
 from tvm_flashinfer.kernels import build as build_module
 from tvm_flashinfer.kernels import toolchain
+from tvm_flashinfer.kernels.spec import KINDS
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def csrc(tmp_path, monkeypatch) -> Path:
     units = folder / "kernels" / "cuda" / "units"
     units.mkdir(parents=True)
     (folder / "kernels" / "types.h").write_text("#define TYPES 1\n")
-    for kind in ("common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode"):
+    for kind in KINDS:
         (units / f"{kind}.cu").write_text(f'extern "C" int unit_{kind}() {{ return 7; }}\n')
     cuda = folder / "kernels" / "cuda"
     (cuda / "plugin.cc").write_text(

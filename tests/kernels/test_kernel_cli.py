@@ -18,15 +18,15 @@ def invoke(*arguments):
 def test_build(sandbox, cache_dir):
     result = invoke("build", "--dtype", "fp16", "--head-dim", "128", "--arch", "sm_80", "-j", "2")
     assert result.exit_code == 0
-    names = result.stdout.splitlines()[:4]
+    names = result.stdout.splitlines()[:5]
     assert names[0] == "common_sm80"
     assert names[3] == "batch_decode_f16_d128_sm80"
-    assert "[4/4]" in result.stderr
+    assert "[5/5]" in result.stderr
     assert str(cache_dir / "libraries") in result.stdout.splitlines()[-1]
     again = invoke("build", "--preset", "fp16-d128", "--arch", "80")
     assert again.exit_code == 0
     assert again.stderr == ""
-    assert len(compilations(sandbox)) == 4
+    assert len(compilations(sandbox)) == 5
 
 
 def test_build_fails(sandbox, csrc):
@@ -56,7 +56,7 @@ def test_usage_errors(sandbox, arguments, message):
 def test_dry_run(sandbox, cache_dir):
     result = invoke("build", "--preset", "all", "--arch", "80,90a", "--dry-run")
     assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) == 19
+    assert len(result.stdout.splitlines()) == 25
     assert not cache_dir.exists()
 
 

@@ -66,7 +66,7 @@ def test_definitions():
 
 
 def test_every_preset_is_supported():
-    for preset, count in {"common": 1, "fp16-d128": 4, "bf16-d128": 4, "all": 19}.items():
+    for preset, count in {"common": 1, "fp16-d128": 5, "bf16-d128": 5, "all": 25}.items():
         specs = preset_specs(preset)
         assert len(specs) == count
         assert [unsupported_reasons(spec) for spec in specs] == [[]] * count

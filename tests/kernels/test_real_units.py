@@ -1,0 +1,75 @@
+"""The units of this package, compiled by the real nvcc from FlashInfer's real headers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tvm_flashinfer.kernels import KernelSpec, build_library, build_model_object, missing_tools
+from tvm_flashinfer.kernels.errors import KernelError
+
+pytestmark = pytest.mark.nvcc
+
+ARCHS = ("80",)
+SPECS = [
+    KernelSpec("common", archs=ARCHS),
+    KernelSpec("batch_prefill_paged", "float16", 64, archs=ARCHS),
+    KernelSpec("batch_decode", "float16", 64, archs=ARCHS),
+    KernelSpec("batch_attention", "bfloat16", 96, archs=ARCHS),
+]
+
+LOAD = """
+import sys, tvm_ffi, tvm_flashinfer
+tvm_ffi.get_global_func("flashinfer.load_kernels")(sys.argv[1])
+tvm_ffi.get_global_func("flashinfer.load_kernels")(sys.argv[1])  # a second time does nothing
+print(*sorted(tvm_ffi.get_global_func("flashinfer.loaded_kernels")()), sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvcc() -> None:
+    """Skip where CUDA code cannot be compiled, and say what is missing."""
+    try:
+        missing = missing_tools(model_object=True)
+    except KernelError as error:
+        missing = [str(error)]
+    if missing:
+        pytest.skip("CUDA units are not compiled: " + "; ".join(missing))
+
+
+def test_units_compile_and_load_without_a_gpu() -> None:
+    """One FA2 unit, the decode unit, ours and the common one, in a process of their own."""
+    library = build_library(SPECS)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(library)], capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.split()
+    assert len(loaded) == len(set(loaded))
+    for name in (
+        "batch_attention:bf16:d96@80",
+        "batch_decode:f16:d64@80",
+        "batch_decode_plan:f16:d64@80",
+        "batch_prefill_paged:f16:d64@80",
+        "batch_prefill_plan@80",
+        "merge_state@80",
+    ):
+        assert name in loaded
+
+
+def test_model_object_exports_the_functions_and_nothing_else(tmp_path: Path) -> None:
+    """What is linked into a model: every `flashinfer.*` function global, all else local."""
+    path = build_model_object(SPECS)
+    names = subprocess.run(
+        ["nm", "--extern-only", "--defined-only", "--format=posix", str(path)],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    functions = {line.split()[0] for line in names}
+    assert all(name.startswith("__tvm_ffi_flashinfer.") for name in functions)
+    assert "__tvm_ffi_flashinfer.batch_prefill_plan" in functions
+    undefined = subprocess.run(
+        ["nm", "--undefined-only", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "cuda" not in undefined.lower()
