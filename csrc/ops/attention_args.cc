@@ -171,24 +171,25 @@ void CheckPagedContents(const Checker& check, const TensorView& page_indptr,
   }
 }
 
-void CheckCudaStrides(const Checker& check, const kernels::AttentionArgs& args, const void* k,
-                      const void* v, std::initializer_list<int64_t> kv_strides) {
+void CheckCudaAlignment(const Checker& check, const kernels::AttentionArgs& args, const void* k,
+                        const void* v, std::initializer_list<int64_t> kv_strides) {
   // 16-bit dtypes alone have CUDA attention kernels.
   constexpr int64_t kPiece = kCudaAlignment / 2;
   bool aligned = Aligned(args.q) && Aligned(k) && Aligned(v) && Aligned(args.o) &&
                  args.q_stride_row % kPiece == 0 && args.q_stride_head % kPiece == 0;
-  int64_t largest = 0;
-  for (int64_t stride : kv_strides) {
-    aligned = aligned && stride % kPiece == 0;
-    largest = std::max(largest, stride);
-  }
+  for (int64_t stride : kv_strides) aligned = aligned && stride % kPiece == 0;
   if (!aligned) {
     check.FailValue(
         "the CUDA kernels load 16 bytes at a time: q, keys, values and o must start at multiples "
         "of "
         "16 bytes and their strides must be multiples of 8 elements; copy the view that is not");
   }
-  if (largest > UINT32_MAX || args.num_rows * args.q_stride_row > INT32_MAX) {
+}
+
+void CheckCudaStrides(const Checker& check, const kernels::AttentionArgs& args, const void* k,
+                      const void* v, std::initializer_list<int64_t> kv_strides) {
+  CheckCudaAlignment(check, args, k, v, kv_strides);
+  if (std::max(kv_strides) > UINT32_MAX || args.num_rows * args.q_stride_row > INT32_MAX) {
     check.FailValue(
         "the CUDA kernels index with 32 bits: strides of keys and values must be below 2^32 "
         "elements "

@@ -68,7 +68,11 @@ void CheckPagedContents(const Checker& check, const TensorView& page_indptr,
 /*! \brief Raise when no CUDA kernel exists for this dtype and these head dimensions. */
 void RequireCudaAttention(const Checker& check, const kernels::AttentionArgs& args);
 
-/*! \brief Raise when the CUDA kernels cannot read these addresses or strides. */
+/*! \brief Raise when q, keys, values or o cannot be moved 16 bytes at a time. */
+void CheckCudaAlignment(const Checker& check, const kernels::AttentionArgs& args, const void* k,
+                        const void* v, std::initializer_list<int64_t> kv_strides);
+
+/*! \brief Raise when FlashInfer's kernels cannot read these addresses or strides. */
 void CheckCudaStrides(const Checker& check, const kernels::AttentionArgs& args, const void* k,
                       const void* v, std::initializer_list<int64_t> kv_strides);
 

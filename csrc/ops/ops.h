@@ -18,6 +18,7 @@ using tvm::ffi::Array;
 using tvm::ffi::Function;
 using tvm::ffi::Optional;
 using tvm::ffi::String;
+using tvm::ffi::Tensor;
 using tvm::ffi::TensorView;
 
 Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_workspace,
@@ -56,6 +57,20 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
                     Optional<TensorView> lse, int64_t layout, int64_t window_left, bool enable_pdl,
                     double sm_scale, double rope_rcp_scale, double rope_rcp_theta);
 
+Function BindAttention(String slot, String options, Optional<Tensor> sinks,
+                       Optional<Tensor> alibi_slopes);
+Function BindAttentionPrefillPaged(String options);
+Function BindAttentionDecodePaged(String options);
+Function BindAttentionPrefillRagged(String options);
+Function BindAttentionTreePaged(String options);
+Function BindAttentionTreeRagged(String options);
+Function BindAttentionMLA(String options);
+
+/*! \brief What TVM's cache is given for one attention slot: a kind, and the functions of that kind.
+ */
+Array<tvm::ffi::Any> MakeCacheSlot(String slot, String options, bool planned,
+                                   int64_t support_sliding_window);
+
 void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, TensorView v_merged,
                 TensorView s_merged);
 void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorView s_other);
@@ -72,6 +87,10 @@ void CompactKVCopy(TensorView pages, TensorView copy_length_indptr, TensorView s
                    int64_t batch_size);
 void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorView v,
                 int64_t layer_id);
+
+void AppendPagedMLAKVCache(TensorView pages, TensorView kv, TensorView position_map);
+void CopySinglePageMLA(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length);
+void DebugGetKVMLA(TensorView pages, TensorView position_map, TensorView kv, int64_t layer_id);
 
 }  // namespace ops
 }  // namespace tvm_flashinfer

@@ -27,7 +27,25 @@ kernels::PagePool ReadPool(const Checker& check, const TensorView& pages) {
           DataOf(pages)};
 }
 
-int64_t NumSlots(const kernels::PagePool& pool) { return pool.num_pages * pool.page_size; }
+/*! \brief The pool of latent attention, whose moves have no CUDA kernels yet. */
+kernels::RowPool ReadRowPool(const Checker& check, const TensorView& pages) {
+  check.Device("pages", pages);
+  const kernels::DType dtype = check.FloatDType("pages", pages);
+  check.Rank("pages", pages, 3, "(num_pages, page_size, head_dim)");
+  check.Contiguous("pages", pages);
+  check.Positive("page_size", pages.size(1));
+  if (!IsCPU(pages.device())) {
+    check.FailValue(
+        "pages of latent attention (MLA) are served on CPU alone; take TVM's function for CUDA");
+  }
+  return {dtype, pages.size(0), static_cast<int32_t>(pages.size(1)),
+          static_cast<int32_t>(pages.size(2)), DataOf(pages)};
+}
+
+template <typename PoolOfPages>
+int64_t NumSlots(const PoolOfPages& pool) {
+  return pool.num_pages * pool.page_size;
+}
 
 /*! \brief Positions are checked where the host can read them, or is asked to. */
 void CheckPositionTensor(const Checker& check, const char* name, const TensorView& positions,
@@ -154,6 +172,46 @@ void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorV
   }
   auto run = RequireCommon<kernels::cuda::ReadPagesFn>(check, "read_pages", device);
   Launch(check, run, args, CurrentStream(device));
+}
+
+void AppendPagedMLAKVCache(TensorView pages, TensorView kv, TensorView position_map) {
+  const Checker check("append_paged_mla_kv_cache");
+  const kernels::RowPool pool = ReadRowPool(check, pages);
+  const DLDevice device = pages.device();
+  check.Rank("kv", kv, 2, "(n, head_dim)");
+  const int64_t n = kv.size(0);
+  check.Data("kv", kv, device, pages.dtype(), {n, pool.head_dim}, "(n, head_dim)");
+  check.IndexVector("position_map", position_map, n, "(n,)");
+  check.OnDevice("position_map", position_map, device);
+  CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/true);
+  kernels::cpu::AppendRows({pool, n, DataOf(kv), DataOf<int32_t>(position_map)});
+}
+
+void CopySinglePageMLA(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length) {
+  const Checker check("copy_single_page_mla");
+  const kernels::RowPool pool = ReadRowPool(check, pages);
+  CheckRange(check, "src_page", src_page, pool.num_pages, "the pages of `pages`");
+  CheckRange(check, "tgt_page", tgt_page, pool.num_pages, "the pages of `pages`");
+  CheckRange(check, "copy_length", copy_length, pool.page_size + 1LL,
+             "it counts tokens, and a page of `pages` holds page_size of them");
+  kernels::cpu::CopyRows({pool, src_page, tgt_page, copy_length});
+}
+
+void DebugGetKVMLA(TensorView pages, TensorView position_map, TensorView kv, int64_t layer_id) {
+  const Checker check("debug_get_kv_mla");
+  const kernels::RowPool pool = ReadRowPool(check, pages);
+  const DLDevice device = pages.device();
+  const char* meaning = "(num_layers, n, head_dim)";
+  check.Rank("position_map", position_map, 1, "(n,)");
+  const int64_t n = position_map.size(0);
+  check.IndexVector("position_map", position_map, n, "(n,)");
+  check.OnDevice("position_map", position_map, device);
+  check.Rank("kv", kv, 3, meaning);
+  check.Data("kv", kv, device, pages.dtype(), {kv.size(0), n, pool.head_dim}, meaning);
+  CheckRange(check, "layer_id", layer_id, kv.size(0), "the layers of `kv`");
+  CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/false);
+  const int64_t layer_bytes = layer_id * n * pool.head_dim * ((pages.dtype().bits + 7) / 8);
+  kernels::cpu::ReadRows({pool, n, DataOf<int32_t>(position_map), DataOf<char>(kv) + layer_bytes});
 }
 
 }  // namespace ops

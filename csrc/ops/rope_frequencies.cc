@@ -1,63 +1,84 @@
 #include "rope_frequencies.h"
 
-#include <tvm/ffi/container/map.h>
-#include <tvm/ffi/extra/json.h>
-
 #include <algorithm>
 #include <cmath>
-#include <sstream>
+
+#include "json_settings.h"
 
 namespace tvm_flashinfer {
 namespace ops {
 
 namespace {
 
-namespace json = tvm::ffi::json;
-using tvm::ffi::Any;
-using tvm::ffi::String;
+constexpr const char* kExample = "{\"rope_type\": \"llama3\", ...}";
 
-/*! \brief The JSON object of the settings; an error names the setting that is missing or wrong. */
-class Settings {
- public:
-  Settings(const Checker& check, const std::string& text) : check_(check) {
-    String error;
-    const json::Value value = json::Parse(text.empty() ? "{}" : text, &error);
-    auto object = value.try_cast<json::Object>();
-    if (error.size() != 0 || !object.has_value()) {
-      check.FailValue("`rope_scaling` is \"" + text +
-                      "\", expected a JSON object such as {\"rope_type\": \"llama3\", ...}");
-    }
-    object_ = *object;
+using Frequencies = std::vector<double>;
+
+void ScaleLlama3(const JsonSettings& settings, Frequencies* inv_freq) {
+  const double factor = settings.PositiveNumber("factor");
+  const double low = settings.PositiveNumber("low_freq_factor");
+  const double high = settings.PositiveNumber("high_freq_factor");
+  const double context = settings.PositiveNumber("original_max_position_embeddings");
+  if (low == high) settings.Fail("has equal low_freq_factor and high_freq_factor");
+  for (double& f : *inv_freq) {
+    const double rotations = context * f / (2 * M_PI);
+    const double keep = std::clamp((rotations - low) / (high - low), 0.0, 1.0);
+    f = (1 - keep) * f / factor + keep * f;
   }
+}
 
-  std::string Type() const {
-    auto it = object_.find(String("rope_type"));
-    if (it == object_.end()) return "default";
-    auto type = (*it).second.try_cast<String>();
-    if (!type.has_value()) check_.FailValue("`rope_scaling` has a `rope_type` that is no text");
-    return *type;
+/*!
+ * \brief TVM's yarn. Its ramp runs over the dimensions, and not over the pairs whose bounds it has:
+ * the second element of a pair, rotary_dim / 2 dimensions on, gets a frequency of its own.
+ */
+void ScaleYarn(const JsonSettings& settings, double theta, int64_t rotary_dim,
+               Frequencies* inv_freq, Frequencies* second) {
+  const double factor = settings.PositiveNumber("factor");
+  const double context = settings.PositiveNumber("original_max_position_embeddings");
+  const double fast = settings.PositiveNumber("beta_fast");
+  const double slow = settings.PositiveNumber("beta_slow");
+  if (!settings.Has("inv_theta_log_scale") && theta <= 1) {
+    settings.Fail("of rope_type \"yarn\" needs a rope_theta above 1");
   }
-
-  double Number(const char* name) const {
-    auto it = object_.find(String(name));
-    std::optional<double> number;
-    if (it != object_.end()) number = (*it).second.try_cast<double>();
-    if (!number.has_value() || !std::isfinite(*number) || *number <= 0) {
-      check_.FailValue("`rope_scaling` of rope_type \"" + Type() + "\" needs a positive number `" +
-                       name + "`");
-    }
-    return *number;
+  const double log_scale =
+      settings.PositiveNumber("inv_theta_log_scale", 1 / (2 * std::log(std::max(theta, 1.1))));
+  const double dim = static_cast<double>(rotary_dim);
+  auto bound = [&](double rotations) {
+    return dim * std::log(context / (rotations * 2 * M_PI)) * log_scale;
+  };
+  const double low = std::max(bound(fast), 0.0);
+  double high = std::min(bound(slow), dim - 1);
+  if (low == high) high += 0.001;
+  auto scaled = [&](double f, double d) {
+    const double ramp = std::clamp((d - low) / (high - low), 0.0, 1.0);
+    return f / factor * ramp + f * (1 - ramp);
+  };
+  const size_t pairs = inv_freq->size();
+  second->resize(pairs);
+  for (size_t i = 0; i < pairs; ++i) {
+    const double f = (*inv_freq)[i];
+    (*inv_freq)[i] = scaled(f, static_cast<double>(i));
+    (*second)[i] = scaled(f, static_cast<double>(i + pairs));
   }
+}
 
- private:
-  const Checker& check_;
-  json::Object object_;
-};
+double LongropeMagnitude(const JsonSettings& settings) {
+  const double original = settings.PositiveNumber("original_max_position_embeddings");
+  const double scale = settings.PositiveNumber("max_position_embeddings") / original;
+  return scale > 1 ? std::sqrt(1 + std::log(scale) / std::log(original)) : 1.0;
+}
+
+std::vector<float> Rounded(const Frequencies& inv_freq, double scale) {
+  std::vector<float> rounded;
+  for (double f : inv_freq) rounded.push_back(static_cast<float>(f * scale));
+  return rounded;
+}
 
 }  // namespace
 
 RopeFrequencies MakeRopeFrequencies(const Checker& check, double theta, double scale,
-                                    int64_t rotary_dim, const std::string& rope_scaling) {
+                                    int64_t rotary_dim, const std::string& rope_scaling,
+                                    const float* ext_factors) {
   if (!std::isfinite(theta) || theta <= 0) {
     check.FailValue("`rope_theta` is " + std::to_string(theta) + ", expected a positive number");
   }
@@ -67,36 +88,60 @@ RopeFrequencies MakeRopeFrequencies(const Checker& check, double theta, double s
                     ", expected an even number from 0 to " +
                     std::to_string(2 * kernels::kMaxRotaryPairs));
   }
-  const Settings settings(check, rope_scaling);
-  const std::string type = settings.Type();
+  const JsonSettings settings(check, "rope_scaling", rope_scaling, kExample);
+  const std::string type = settings.Text("rope_type", "default");
 
-  std::vector<double> inv_freq(rotary_dim / 2);
+  Frequencies inv_freq(rotary_dim / 2), second;
   for (size_t i = 0; i < inv_freq.size(); ++i) {
     inv_freq[i] = std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(rotary_dim));
   }
-  if (type == "llama3") {
-    const double factor = settings.Number("factor");
-    const double low = settings.Number("low_freq_factor");
-    const double high = settings.Number("high_freq_factor");
-    const double context = settings.Number("original_max_position_embeddings");
-    if (low == high)
-      check.FailValue("`rope_scaling` has equal low_freq_factor and high_freq_factor");
-    for (double& f : inv_freq) {
-      const double rotations = context * f / (2 * M_PI);
-      const double keep = std::clamp((rotations - low) / (high - low), 0.0, 1.0);
-      f = (1 - keep) * f / factor + keep * f;
-    }
-  } else if (type == "linear") {
-    const double factor = settings.Number("factor");
-    for (double& f : inv_freq) f /= factor;
-  } else if (type != "default" && type != "gptj") {
-    check.FailValue("`rope_scaling` has rope_type \"" + type +
-                    "\"; served are default, gptj, llama3 and linear");
-  }
   RopeFrequencies result;
   result.interleaved = type == "gptj";
-  for (double f : inv_freq) result.inv_freq.push_back(static_cast<float>(f * scale));
+  result.magnitude = 1;
+  if (type == "llama3") {
+    ScaleLlama3(settings, &inv_freq);
+  } else if (type == "linear") {
+    const double factor = settings.PositiveNumber("factor");
+    for (double& f : inv_freq) f /= factor;
+  } else if (type == "yarn") {
+    ScaleYarn(settings, theta, rotary_dim, &inv_freq, &second);
+  } else if (type == "longrope") {
+    result.magnitude = static_cast<float>(LongropeMagnitude(settings));
+    if (ext_factors == nullptr) {
+      settings.Fail(
+          "of rope_type \"longrope\" needs a table of factors; pass it in the place of "
+          "apply_rope to the function that bind_split_qkv_rotary returns");
+    }
+    for (size_t i = 0; i < inv_freq.size(); ++i) inv_freq[i] /= ext_factors[i];
+  } else if (type != "default" && type != "gptj") {
+    settings.Fail("has rope_type \"" + type +
+                  "\"; served are default, gptj, llama3, linear, yarn and longrope");
+  }
+  result.inv_freq = Rounded(inv_freq, scale);
+  result.inv_freq_second = Rounded(second, scale);
+  if (result.inv_freq_second == result.inv_freq) result.inv_freq_second.clear();
   return result;
+}
+
+bool NeedsExtFactors(const Checker& check, const std::string& rope_scaling) {
+  const JsonSettings settings(check, "rope_scaling", rope_scaling, kExample);
+  return settings.Text("rope_type", "default") == "longrope";
+}
+
+std::shared_ptr<const RopeFrequencies> RopeFrequencyCache::Get(const Checker& check, double theta,
+                                                               double scale, int64_t rotary_dim) {
+  constexpr size_t kMaxEntries = 8;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Entry& entry : entries_) {
+    if (entry.theta == theta && entry.scale == scale && entry.rotary_dim == rotary_dim) {
+      return entry.frequencies;
+    }
+  }
+  auto frequencies = std::make_shared<const RopeFrequencies>(
+      MakeRopeFrequencies(check, theta, scale, rotary_dim, rope_scaling_));
+  if (entries_.size() == kMaxEntries) entries_.erase(entries_.begin());
+  entries_.push_back({theta, scale, rotary_dim, frequencies});
+  return frequencies;
 }
 
 }  // namespace ops

@@ -1,9 +1,13 @@
 // Split of a fused QKV tensor, with rotary embedding of queries and keys.
+#include <cstring>
+#include <memory>
+#include <mutex>
 #include <sstream>
 #include <utility>
 
 #include "../kernels/cpu/kernels.h"
 #include "cuda_kernels.h"
+#include "json_settings.h"
 #include "ops.h"
 #include "rope_frequencies.h"
 
@@ -11,6 +15,8 @@ namespace tvm_flashinfer {
 namespace ops {
 
 namespace {
+
+using tvm::ffi::AnyView;
 
 void Run(const Checker& check, const RopeFrequencies& frequencies, const TensorView& qkv,
          const TensorView& position_map, const TensorView& q, const TensorView& k,
@@ -48,8 +54,9 @@ void Run(const Checker& check, const RopeFrequencies& frequencies, const TensorV
   args.rotary_dim = static_cast<int32_t>(rotary_dim);
   args.interleaved = frequencies.interleaved;
   args.apply_rope = apply_rope;
-  args.magnitude = 1.f;
+  args.magnitude = frequencies.magnitude;
   args.inv_freq = frequencies.inv_freq.data();
+  args.inv_freq_second = frequencies.second();
   args.qkv = DataOf(qkv);
   args.qkv_stride_row = StrideOf(qkv, 0);
   args.qkv_stride_head = StrideOf(qkv, 1);
@@ -63,6 +70,78 @@ void Run(const Checker& check, const RopeFrequencies& frequencies, const TensorV
   }
   auto run = RequireCommon<kernels::cuda::SplitRotaryFn>(check, "split_qkv_rotary", device);
   Launch(check, run, args, CurrentStream(device));
+}
+
+/*! \brief Frequencies of longrope: TVM's cache passes their factors in every call. */
+class LongropeFrequencies {
+ public:
+  LongropeFrequencies(double theta, double scale, int64_t rotary_dim, std::string rope_scaling,
+                      int64_t original_length)
+      : theta_(theta),
+        scale_(scale),
+        rotary_dim_(rotary_dim),
+        rope_scaling_(std::move(rope_scaling)),
+        original_length_(original_length) {}
+
+  /*! \brief For a call with num_rows rows; its count, not its positions, is what TVM goes by. */
+  RopeFrequencies Get(const Checker& check, const TensorView& ext_factors, int64_t num_rows) {
+    check.Data("ext_factors", ext_factors, ext_factors.device(), kFloat32, {rotary_dim_},
+               "(rotary_dim,): the factors of long inputs, then those of short ones");
+    const float* factors =
+        IsCPU(ext_factors.device()) ? DataOf<float>(ext_factors) : HostCopy(check, ext_factors);
+    if (num_rows <= original_length_) factors += rotary_dim_ / 2;
+    return MakeRopeFrequencies(check, theta_, scale_, rotary_dim_, rope_scaling_, factors);
+  }
+
+ private:
+  /*! \brief Read from the device once, which waits for it: factors belong to the model. */
+  const float* HostCopy(const Checker& check, const TensorView& ext_factors) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (copied_from_ != DataOf(ext_factors)) {
+      copy_.resize(rotary_dim_);
+      const std::vector<int32_t> bits = ReadBack(check, ext_factors);
+      std::memcpy(copy_.data(), bits.data(), bits.size() * sizeof(float));
+      copied_from_ = DataOf(ext_factors);
+    }
+    return copy_.data();
+  }
+
+  double theta_;
+  double scale_;
+  int64_t rotary_dim_;
+  std::string rope_scaling_;
+  int64_t original_length_;
+  std::mutex mutex_;
+  void* copied_from_ = nullptr;
+  std::vector<float> copy_;
+};
+
+Function BindLongrope(const Checker& check, double rope_theta, double rope_scale,
+                      int64_t rotary_dim, const std::string& rope_scaling) {
+  // What is wrong with the settings shows now.
+  const std::vector<float> ones(kernels::kMaxRotaryPairs, 1.f);
+  MakeRopeFrequencies(check, rope_theta, rope_scale, rotary_dim, rope_scaling, ones.data());
+  const int64_t original_length = JsonSettings(check, "rope_scaling", rope_scaling, "{}")
+                                      .PositiveInteger("original_max_position_embeddings", 0);
+  auto frequencies = std::make_shared<LongropeFrequencies>(rope_theta, rope_scale, rotary_dim,
+                                                           rope_scaling, original_length);
+  return Function::FromTyped([frequencies](TensorView qkv, TensorView position_map, TensorView q,
+                                           TensorView k, TensorView v, AnyView ext_factors) {
+    const Checker check("split_qkv_rotary");
+    const auto factors = ext_factors.try_cast<TensorView>();
+    if (!factors.has_value()) {
+      const auto apply_rope = ext_factors.try_cast<int64_t>();
+      if (apply_rope != 0) {
+        check.FailType("the sixth argument is a " + ext_factors.GetTypeKey() +
+                       ", expected the ext_factors tensor of longrope, or 0 to rotate nothing");
+      }
+      Run(check, RopeFrequencies{{}, {}, false, 1.f}, qkv, position_map, q, k, v, false);
+      return;
+    }
+    check.OnDevice("ext_factors", *factors, check.Device("qkv", qkv));
+    check.Rank("qkv", qkv, 3, "(n, num_qo_heads + 2 * num_kv_heads, head_dim)");
+    Run(check, frequencies->Get(check, *factors, qkv.size(0)), qkv, position_map, q, k, v, true);
+  });
 }
 
 }  // namespace
@@ -84,11 +163,20 @@ Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary
                     std::to_string(support_sliding_window) +
                     "); create it with support_sliding_window 0, or use create_tir_paged_kv_cache");
   }
+  if (NeedsExtFactors(check, rope_scaling)) {
+    return BindLongrope(check, rope_theta, rope_scale, rotary_dim, rope_scaling);
+  }
   auto frequencies = MakeRopeFrequencies(check, rope_theta, rope_scale, rotary_dim, rope_scaling);
   return Function::FromTyped(
       [frequencies = std::move(frequencies)](TensorView qkv, TensorView position_map, TensorView q,
-                                             TensorView k, TensorView v, int64_t apply_rope) {
-        Run(Checker("split_qkv_rotary"), frequencies, qkv, position_map, q, k, v, apply_rope != 0);
+                                             TensorView k, TensorView v, AnyView apply_rope) {
+        const Checker check("split_qkv_rotary");
+        const auto apply = apply_rope.try_cast<int64_t>();
+        if (!apply.has_value()) {
+          check.FailType("the sixth argument, apply_rope, is a " + apply_rope.GetTypeKey() +
+                         ", expected an integer: only rope_type \"longrope\" takes factors");
+        }
+        Run(check, frequencies, qkv, position_map, q, k, v, *apply != 0);
       });
 }
 

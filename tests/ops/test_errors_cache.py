@@ -130,7 +130,7 @@ ROTARY = [
     *(bad(str(x), "rope_scale", value(x)) for x in NOT_FINITE),
     bad("no JSON", "rope_scaling", value("{rope"), ValueError, "rope_scaling|JSON"),
     bad("a list", "rope_scaling", value("[1]"), ValueError, "rope_scaling|JSON"),
-    bad("yarn", "rope_scaling", value(json.dumps(YARN)), UNSUPPORTED, "yarn", "llama3"),
+    bad("yarn", "rope_scaling", value(json.dumps(YARN)), ValueError, "yarn", "original_max_pos"),
     bad("unknown", "rope_scaling", value('{"rope_type": "x1"}'), UNSUPPORTED, "x1", "llama3"),
     bad("no factor", "rope_scaling", value('{"rope_type": "llama3"}'), ValueError, "factor"),
     bad(

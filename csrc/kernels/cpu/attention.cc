@@ -24,20 +24,39 @@ struct RequestKeys {
   int64_t page_size;
   int64_t k_offset;  // elements
   int64_t v_offset;
+  int64_t sink_size;
+  int64_t slot_shift;
 };
 
-RequestKeys KeysOfRequest(const PagedKV& kv, int64_t request) {
-  const int64_t num_pages = kv.indptr[request + 1] - kv.indptr[request];
-  const int64_t kv_len =
-      num_pages <= 0 ? 0 : (num_pages - 1) * kv.page_size + kv.last_page_len[request];
-  return {kv_len, kv.indices + kv.indptr[request], kv.page_size, 0, 0};
+/*! \brief Whether blocks must know of the extras; the others are in bounds and key sources. */
+bool ReachesBlocks(const AttentionExtras& extras) {
+  return extras.tree_indptr != nullptr || extras.logits_soft_cap != 0 ||
+         extras.alibi_slopes != nullptr || extras.sinks != nullptr || extras.rotary_dim > 0;
 }
 
-RequestKeys KeysOfRequest(const RaggedKV& kv, int64_t request) {
+RequestKeys KeysOfRequest(const PagedKV& kv, const AttentionExtras& extras, int64_t request) {
+  const int64_t num_pages = kv.indptr[request + 1] - kv.indptr[request];
+  RequestKeys keys = {0, kv.indices + kv.indptr[request], kv.page_size, 0, 0, 0, 0};
+  if (num_pages <= 0) return keys;
+  keys.kv_len = (num_pages - 1) * kv.page_size + kv.last_page_len[request];
+  if (extras.window_offset != nullptr) {
+    keys.sink_size = extras.sink_size == nullptr ? 0 : extras.sink_size[request];
+    keys.slot_shift = extras.window_offset[request] - keys.sink_size;
+    keys.kv_len = std::max<int64_t>(0, keys.kv_len - keys.slot_shift);
+  }
+  return keys;
+}
+
+RequestKeys KeysOfRequest(const RaggedKV& kv, const AttentionExtras&, int64_t request) {
   const int64_t begin = kv.indptr[request];
   const int64_t kv_len = std::max<int64_t>(0, kv.indptr[request + 1] - begin);
-  return {kv_len, nullptr, std::max<int64_t>(1, kv_len), begin * kv.k_stride_token,
-          begin * kv.v_stride_token};
+  return {kv_len,
+          nullptr,
+          std::max<int64_t>(1, kv_len),
+          begin * kv.k_stride_token,
+          begin * kv.v_stride_token,
+          0,
+          0};
 }
 
 void SetStrides(const PagedKV& kv, KeySource* keys) {
@@ -64,7 +83,7 @@ double CostNs(const AttentionBlock& block, int64_t num_keys) {
 class Batch {
  public:
   template <typename KV>
-  Batch(const AttentionArgs& args, const KV& kv) {
+  Batch(const AttentionArgs& args, const KV& kv, const AttentionExtras& extras) {
     const int64_t group = args.num_qo_heads / args.num_kv_heads;
     AttentionBlock block = {};
     block.dtype = args.dtype;
@@ -77,6 +96,14 @@ class Batch {
       block.q_factor = 0;
       block.score_scale = 1;
     }
+    if (ReachesBlocks(extras)) {
+      SetExtras(args, extras, kv.indptr);
+      block.extras = &extras_;
+      if (extras_.transforms_scores) {
+        block.q_factor = 1;
+        block.score_scale = static_cast<float>(kLog2E);
+      }
+    }
     block.q_stride_row = args.q_stride_row;
     block.q_stride_head = args.q_stride_head;
     block.o_stride_row = static_cast<int64_t>(args.num_qo_heads) * args.head_dim_vo;
@@ -88,13 +115,19 @@ class Batch {
     for (int64_t request = 0; request < args.batch_size; ++request) {
       const int64_t row = args.qo_indptr == nullptr ? request : args.qo_indptr[request];
       const int64_t row_end = args.qo_indptr == nullptr ? row + 1 : args.qo_indptr[request + 1];
-      const RequestKeys keys = KeysOfRequest(kv, request);
+      const RequestKeys keys = KeysOfRequest(kv, extras, request);
+      block.request = request;
+      block.first_row = row;
       block.qo_len = row_end - row;
       block.kv_len = keys.kv_len;
       block.keys.pages = keys.pages;
       block.keys.page_size = keys.page_size;
+      block.keys.sink_size = keys.sink_size;
+      block.keys.slot_shift = keys.slot_shift;
+      block.first_diagonal = keys.kv_len - (extras.rows_after_keys ? 0 : block.qo_len);
       for (int64_t head = 0; head < args.num_kv_heads; ++head) {
         const int64_t qo_head = head * group;
+        block.first_head = qo_head;
         block.q = static_cast<const char*>(args.q) +
                   (row * args.q_stride_row + qo_head * args.q_stride_head) * size;
         block.o = static_cast<char*>(args.o) +
@@ -123,6 +156,19 @@ class Batch {
   }
 
  private:
+  void SetExtras(const AttentionArgs& args, const AttentionExtras& extras,
+                 const int32_t* kv_indptr) {
+    extras_.args = extras;
+    extras_.transforms_scores = extras.logits_soft_cap != 0 || extras.alibi_slopes != nullptr;
+    extras_.sm_scale = static_cast<float>(args.sm_scale);
+    extras_.kv_indptr = kv_indptr;
+    if (extras.rotary_dim > 0 && extras.k_positions != nullptr) {
+      offset_angles_.resize(2 * kKeyTile * OffsetStride(extras.rotary_dim));
+      ActiveKernels().rotary_offsets(extras, kKeyTile, offset_angles_.data());
+      extras_.offset_angles = offset_angles_.data();
+    }
+  }
+
   void AddBlocks(AttentionBlock block) {
     const int64_t num_rows = block.qo_len * block.group;
     // From the last rows on, since those see the most keys under a causal mask.
@@ -194,6 +240,9 @@ class Batch {
     });
   }
 
+  // Blocks point to the extras, so a batch stays where it is.
+  BatchExtras extras_ = {};
+  std::vector<float> offset_angles_;
   std::vector<AttentionBlock> blocks_;
   double total_ns_ = 0;
   double longest_ns_ = 0;
@@ -203,9 +252,15 @@ class Batch {
 
 }  // namespace
 
-void BatchAttentionPaged(const AttentionArgs& args, const PagedKV& kv) { Batch(args, kv).Run(); }
+void BatchAttentionPaged(const AttentionArgs& args, const PagedKV& kv,
+                         const AttentionExtras& extras) {
+  Batch(args, kv, extras).Run();
+}
 
-void BatchAttentionRagged(const AttentionArgs& args, const RaggedKV& kv) { Batch(args, kv).Run(); }
+void BatchAttentionRagged(const AttentionArgs& args, const RaggedKV& kv,
+                          const AttentionExtras& extras) {
+  Batch(args, kv, extras).Run();
+}
 
 }  // namespace cpu
 }  // namespace kernels

@@ -27,8 +27,9 @@ constexpr int64_t kFewRows = 8;
 constexpr int64_t kMaxLanes = 16;
 
 /*!
- * \brief Where the keys and values of one request and KV head are. Key j is in slot j % page_size
- * of page pages[j / page_size]; ragged keys are one large page, and pages is null.
+ * \brief Where the keys and values of one request and KV head are. Slot s of the request is slot
+ * s % page_size of page pages[s / page_size]; ragged keys are one large page, and pages is null.
+ * Key j is in slot j when j < sink_size, else in slot j + slot_shift.
  */
 struct KeySource {
   const char* k;
@@ -39,6 +40,19 @@ struct KeySource {
   int64_t v_stride_slot;
   const int32_t* pages;
   int64_t page_size;
+  int64_t sink_size;
+  int64_t slot_shift;
+};
+
+/*! \brief What a batch may have besides; blocks of a batch that has none of it point to none. */
+struct BatchExtras {
+  AttentionExtras args;
+  /*! \brief Scores are capped or sloped: then they are turned into their final unit first. */
+  bool transforms_scores;
+  float sm_scale;
+  const int32_t* kv_indptr;
+  /*! \brief (kKeyTile, 2, OffsetStride): cosines and signed sines of the rotations by 0, 1, ... */
+  const float* offset_angles;
 };
 
 /*!
@@ -63,6 +77,8 @@ struct AttentionBlock {
   int64_t lse_stride_row;
   int64_t qo_len;
   int64_t kv_len;
+  /*! \brief The key on the diagonal of query token 0: kv_len - qo_len, or past the keys. */
+  int64_t first_diagonal;
   bool causal;
   int64_t window_left;
   int64_t row_begin;
@@ -71,6 +87,12 @@ struct AttentionBlock {
   int64_t key_begin;
   int64_t key_end;
   KeySource keys;
+  const BatchExtras* extras;
+  /*! \brief Indices into the arrays of the extras: of the request, and of query token and head 0.
+   */
+  int64_t request;
+  int64_t first_row;
+  int64_t first_head;
 };
 
 static inline int64_t RoundUp(int64_t value, int64_t multiple) {
@@ -92,14 +114,39 @@ static inline int64_t LastChunk(const AttentionBlock& block) {
 /*! \brief The last key that row r sees, below 0 if none; FirstKey <= LastKey unless it is. */
 static inline int64_t LastKey(const AttentionBlock& block, int64_t r) {
   const int64_t last = block.kv_len - 1;
-  const int64_t diagonal = r / block.group + block.kv_len - block.qo_len;
+  const int64_t diagonal = r / block.group + block.first_diagonal;
   return block.causal && diagonal < last ? diagonal : last;
 }
+/*! \brief The first key that row r sees, kv_len at most. */
 static inline int64_t FirstKey(const AttentionBlock& block, int64_t r) {
   if (block.window_left < 0) return 0;
-  const int64_t first = r / block.group + block.kv_len - block.qo_len - block.window_left;
-  return first > 0 ? first : 0;
+  const int64_t first = r / block.group + block.first_diagonal - block.window_left;
+  return first <= 0 ? 0 : first < block.kv_len ? first : block.kv_len;
 }
+
+/*! \brief The nodes of a tree are the last keys of a request. */
+struct KeyTree {
+  int64_t first_key;  // that is a node
+  int64_t num_nodes;
+  const int32_t* intervals;  // (num_nodes, 2)
+};
+
+static inline KeyTree TreeOf(const AttentionBlock& block) {
+  if (block.extras == nullptr || block.extras->args.tree_indptr == nullptr) {
+    return {block.kv_len, 0, nullptr};
+  }
+  const AttentionExtras& args = block.extras->args;
+  const int64_t begin = args.tree_indptr[block.request];
+  const int64_t num_nodes = args.tree_indptr[block.request + 1] - begin;
+  return {block.kv_len - num_nodes, num_nodes, args.tree_mask + 2 * begin};
+}
+
+static inline bool IsRotated(const AttentionBlock& block) {
+  return block.extras != nullptr && block.extras->args.rotary_dim > 0;
+}
+
+/*! \brief Floats between the angles of neighbouring offsets. */
+static inline int64_t OffsetStride(int64_t rotary_dim) { return RoundUp(rotary_dim, kMaxLanes); }
 
 // A state is o (rows, StateStride), not normalised, then the largest raw score of each row, then
 // the sum of the exponentials below it. The row counts of the last two are rounded up.
@@ -121,7 +168,7 @@ static inline int64_t ScratchFloats(int64_t head_dim_qk, int64_t head_dim_vo) {
   const int64_t keys = kKeyTile * (dim_qk + dim_vo);
   const int64_t scores = kKeyTile * 4 * kMaxLanes;
   const int64_t states = 2 * kRowBlock * (dim_vo + 2);
-  const int64_t row_values = 4 * kRowBlock;
+  const int64_t row_values = 5 * kRowBlock;
   return queries + keys + scores + states + row_values;
 }
 

@@ -26,6 +26,9 @@ struct KernelTable {
    */
   void (*fold_chunks)(const AttentionBlock& block, const float* states, float* scratch);
 
+  /*! \brief Fill a table of offset_angles for the offsets [0, count). */
+  void (*rotary_offsets)(const AttentionExtras& args, int64_t count, float* table);
+
   /*! \brief Merge the pairs (row, head) numbered [begin, end). */
   void (*merge_states)(const MergeStateArgs& args, int64_t begin, int64_t end);
   /*! \brief Split and rotate the rows [begin, end). */

@@ -9,14 +9,19 @@ namespace tvm_flashinfer {
 namespace kernels {
 namespace cpu {
 
-void BatchAttentionPaged(const AttentionArgs& args, const PagedKV& kv);
-void BatchAttentionRagged(const AttentionArgs& args, const RaggedKV& kv);
+void BatchAttentionPaged(const AttentionArgs& args, const PagedKV& kv,
+                         const AttentionExtras& extras = {});
+void BatchAttentionRagged(const AttentionArgs& args, const RaggedKV& kv,
+                          const AttentionExtras& extras = {});
 void MergeState(const MergeStateArgs& args);
 void SplitQKVRotary(const SplitRotaryArgs& args);
 void AppendPagedKVCache(const AppendArgs& args);
 void CopySinglePage(const CopyPageArgs& args);
 void CompactKVCopy(const CompactCopyArgs& args);
 void ReadPages(const ReadPagesArgs& args);
+void AppendRows(const AppendRowsArgs& args);
+void CopyRows(const CopyRowsArgs& args);
+void ReadRows(const ReadRowsArgs& args);
 
 /*! \brief Worker threads in use, the caller's included. */
 int NumThreads();

@@ -13,13 +13,23 @@ namespace {
 constexpr double kCopyNsPerByte = 0.2;
 constexpr double kCopyNsPerRow = 5;
 
-/*! \brief Addresses inside a pool (num_pages, 2, num_kv_heads, page_size, head_dim). */
+/*!
+ * \brief Addresses inside a pool (num_pages, 2, num_kv_heads, page_size, head_dim), or one of rows,
+ * which has a single plane.
+ */
 class Pool {
  public:
   explicit Pool(const PagePool& pool)
       : row_bytes_(pool.head_dim * ElementSize(pool.dtype)),
         page_size_(pool.page_size),
         num_planes_(2 * static_cast<int64_t>(pool.num_kv_heads)),
+        num_slots_(pool.num_pages * pool.page_size),
+        data_(static_cast<char*>(pool.data)) {}
+
+  explicit Pool(const RowPool& pool)
+      : row_bytes_(pool.head_dim * ElementSize(pool.dtype)),
+        page_size_(pool.page_size),
+        num_planes_(1),
         num_slots_(pool.num_pages * pool.page_size),
         data_(static_cast<char*>(pool.data)) {}
 
@@ -107,6 +117,35 @@ void ReadPages(const ReadPagesArgs& args) {
       }
     }
   });
+}
+
+void AppendRows(const AppendRowsArgs& args) {
+  const Pool pool(args.pool);
+  const char* source = static_cast<const char*>(args.rows);
+  for (int64_t row = 0; row < args.num_rows; ++row, source += pool.row_bytes()) {
+    const int64_t position = args.position_map[row];
+    if (pool.Contains(position)) std::memcpy(pool.Slot(position, 0), source, pool.row_bytes());
+  }
+}
+
+void CopyRows(const CopyRowsArgs& args) {
+  if (args.src_page == args.tgt_page || args.copy_length <= 0) return;
+  const Pool pool(args.pool);
+  std::memcpy(pool.PageSlot(args.tgt_page, 0, 0), pool.PageSlot(args.src_page, 0, 0),
+              args.copy_length * pool.row_bytes());
+}
+
+void ReadRows(const ReadRowsArgs& args) {
+  const Pool pool(args.pool);
+  char* target = static_cast<char*>(args.rows);
+  for (int64_t row = 0; row < args.num_rows; ++row, target += pool.row_bytes()) {
+    const int64_t position = args.position_map[row];
+    if (pool.Contains(position)) {
+      std::memcpy(target, pool.Slot(position, 0), pool.row_bytes());
+    } else {
+      std::memset(target, 0, pool.row_bytes());
+    }
+  }
 }
 
 }  // namespace cpu

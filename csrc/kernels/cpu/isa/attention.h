@@ -3,6 +3,7 @@
 #define TVM_FLASHINFER_KERNELS_CPU_ISA_ATTENTION_H_
 
 #include "attention_tile.h"
+#include "inline_rotary.h"
 
 namespace tvm_flashinfer {
 namespace kernels {
@@ -19,10 +20,18 @@ TFI_INLINE int64_t PanelWidth(int64_t rows, int64_t row) {
   return rows - row < kPanelRows ? RoundUp(rows - row, kLanes) : kPanelRows;
 }
 
-/*! \brief Row r of the block as float32 times q_factor, padded with zeros; zeros if there is none.
+/*! \brief The rotation of one query token, kept for its other heads. */
+struct QueryRotation {
+  int64_t query = -1;
+  Rotation rotation;
+};
+
+/*!
+ * \brief Row r of the block as float32 times q_factor, padded with zeros; zeros if there is none.
  */
 template <typename Element>
-TFI_INLINE void LoadQuery(const AttentionBlock& block, int64_t r, float* target) {
+TFI_INLINE void LoadQuery(const AttentionBlock& block, int64_t r, QueryRotation* rotated,
+                          float* target) {
   typedef typename Element::Raw Raw;
   const int64_t padded_dim = RoundUp(block.head_dim_qk, kLanes);
   if (block.row_begin + r >= block.row_end) {
@@ -34,6 +43,15 @@ TFI_INLINE void LoadQuery(const AttentionBlock& block, int64_t r, float* target)
   const Raw* source = reinterpret_cast<const Raw*>(block.q) + query * block.q_stride_row +
                       head * block.q_stride_head;
   LoadRow<Element>(source, block.head_dim_qk, target);
+  if (IsRotated(block)) {
+    const AttentionExtras& args = block.extras->args;
+    if (rotated->query != query) {
+      rotated->query = query;
+      ComputeRotation(args, args.q_positions[block.first_row + query], args.magnitude,
+                      &rotated->rotation);
+    }
+    RotateRow(args, rotated->rotation.cosine, rotated->rotation.sine, target);
+  }
   for (int64_t d = 0; d < padded_dim; d += kLanes) {
     Store(target + d, Load(target + d) * block.q_factor);
   }
@@ -48,14 +66,19 @@ void LoadQueries(const AttentionBlock& block, const Scratch& scratch) {
   const int64_t rows = block.row_end - block.row_begin;
   const int64_t dim = block.head_dim_qk;
   const int64_t padded_dim = RoundUp(dim, kLanes);
+  QueryRotation rotated;
   if (HasFewRows(block)) {
-    for (int64_t r = 0; r < rows; ++r) LoadQuery<Element>(block, r, scratch.q + r * padded_dim);
+    for (int64_t r = 0; r < rows; ++r) {
+      LoadQuery<Element>(block, r, &rotated, scratch.q + r * padded_dim);
+    }
     return;
   }
   // Four rows at a time: writing single floats to a transposed matrix is several times as slow.
   float* const quad = scratch.q + kRowBlock * RoundUp(dim, kMaxLanes);
   for (int64_t r = 0; r < RoundUp(rows, kLanes); r += 4) {
-    for (int64_t i = 0; i < 4; ++i) LoadQuery<Element>(block, r + i, quad + i * padded_dim);
+    for (int64_t i = 0; i < 4; ++i) {
+      LoadQuery<Element>(block, r + i, &rotated, quad + i * padded_dim);
+    }
     const int64_t panel = r / kPanelRows * kPanelRows;
     const int64_t width = PanelWidth(rows, panel);
     float* lanes = scratch.q + panel * dim + (r - panel);
@@ -67,6 +90,16 @@ void LoadQueries(const AttentionBlock& block, const Scratch& scratch) {
   }
 }
 
+/*! \brief Order of the node that each row is; -1, which sees no node, for rows that are none. */
+void FindTreeOrders(const AttentionBlock& block, const KeyTree& tree, const Scratch& scratch) {
+  const int64_t rows = block.row_end - block.row_begin;
+  for (int64_t r = 0; r < RoundUp(rows, kMaxLanes); ++r) {
+    const int64_t row = r < rows ? block.row_begin + r : block.row_end - 1;
+    const int64_t node = row / block.group + tree.num_nodes - block.qo_len;
+    scratch.row_order[r] = node < 0 ? -1 : tree.intervals[2 * node];
+  }
+}
+
 void FindBounds(const AttentionBlock& block, const Scratch& scratch) {
   const int64_t rows = block.row_end - block.row_begin;
   for (int64_t r = 0; r < RoundUp(rows, kMaxLanes); ++r) {
@@ -75,6 +108,8 @@ void FindBounds(const AttentionBlock& block, const Scratch& scratch) {
     scratch.first_key[r] = static_cast<int32_t>(FirstKey(block, row));
     scratch.last_key[r] = static_cast<int32_t>(last < 0 ? -1 : last);
   }
+  const KeyTree tree = TreeOf(block);
+  if (tree.num_nodes > 0) FindTreeOrders(block, tree, scratch);
 }
 
 TFI_INLINE int64_t TileEnd(int64_t begin, int64_t end) {
@@ -92,7 +127,11 @@ void AttendKeysFewRows(const AttentionBlock& block, const Scratch& scratch, int6
     tile.end = TileEnd(tile.begin, end);
     const int64_t count = tile.end - tile.begin;
     if constexpr (kSame<Compute, Float32>) {
-      FloatRows<Element>(keys, tile.begin, count, true, scratch.k, tile.k);
+      if (IsRotated(block)) {
+        RotatedKeys<Element>(block, keys, tile.begin, count, scratch.k, tile.k);
+      } else {
+        FloatRows<Element>(keys, tile.begin, count, true, scratch.k, tile.k);
+      }
       FloatRows<Element>(values, tile.begin, count, true, scratch.v, tile.v);
     } else {
       LocateRows(keys, tile.begin, count, tile.k);
@@ -114,7 +153,11 @@ void AttendKeysPanels(const AttentionBlock& block, const Scratch& scratch, int64
     tile.end = TileEnd(tile.begin, end);
     const int64_t count = tile.end - tile.begin;
     // Panels read keys one element at a time, so only the values must be whole vectors.
-    FloatRows<Element>(keys, tile.begin, count, false, scratch.k, tile.k);
+    if (IsRotated(block)) {
+      RotatedKeys<Element>(block, keys, tile.begin, count, scratch.k, tile.k);
+    } else {
+      FloatRows<Element>(keys, tile.begin, count, false, scratch.k, tile.k);
+    }
     FloatRows<Element>(values, tile.begin, count, true, scratch.v, tile.v);
     int64_t row = 0;
     for (; row + kPanelRows <= rows; row += kPanelRows) {
@@ -136,7 +179,8 @@ void AttendKeys(const AttentionBlock& block, const Scratch& scratch, int64_t chu
   const int64_t end = block.key_end < chunk_end ? block.key_end : chunk_end;
   if (!HasFewRows(block)) {
     AttendKeysPanels<Element>(block, scratch, begin, end, state);
-  } else if (block.head_dim_qk % kLanes == 0 && block.head_dim_vo % kLanes == 0) {
+  } else if (!IsRotated(block) && block.head_dim_qk % kLanes == 0 &&
+             block.head_dim_vo % kLanes == 0) {
     AttendKeysFewRows<Element, Element>(block, scratch, begin, end, state);
   } else {
     AttendKeysFewRows<Element, Float32>(block, scratch, begin, end, state);

@@ -36,6 +36,7 @@ struct Scratch {
   float* beta;
   int32_t* first_key;
   int32_t* last_key;
+  int32_t* row_order;  // of the row's node in the tree
 };
 
 TFI_INLINE Scratch ScratchAt(const AttentionBlock& block, float* memory) {
@@ -52,6 +53,7 @@ TFI_INLINE Scratch ScratchAt(const AttentionBlock& block, float* memory) {
   scratch.beta = scratch.alpha + kRowBlock;
   scratch.first_key = reinterpret_cast<int32_t*>(scratch.beta + kRowBlock);
   scratch.last_key = scratch.first_key + kRowBlock;
+  scratch.row_order = scratch.last_key + kRowBlock;
   return scratch;
 }
 
@@ -91,6 +93,28 @@ void FoldState(const AttentionBlock& block, const State& total, const State& par
   }
 }
 
+struct RowEnd {
+  float divisor;  // of o
+  float lse;
+};
+
+/*! \brief What becomes of a row whose scores are at most top and whose weights add up to sum. */
+TFI_INLINE RowEnd EndOfRow(const AttentionBlock& block, int64_t head, float top, float sum) {
+  const float top_log2 = top * block.score_scale;
+  if (block.extras != nullptr && block.extras->args.sinks != nullptr) {
+    const float sink = block.extras->args.sinks[block.first_head + head] * 1.4426950408889634f;
+    const float larger = top_log2 > sink ? top_log2 : sink;
+    if (larger != -__builtin_inff()) {
+      const float factor = __builtin_exp2f(top_log2 - larger);
+      const float total = sum * factor + __builtin_exp2f(sink - larger);
+      // A factor of 0 means weights that vanish next to the sink: o / inf is 0.
+      return {total / factor, larger + __builtin_log2f(total)};
+    }
+  }
+  if (sum == 0.0f) return {1.0f, -__builtin_inff()};  // o is 0 as well
+  return {sum, top_log2 + __builtin_log2f(sum)};
+}
+
 /*! \brief Write o and lse of the block. */
 template <typename Element>
 void FinishState(const AttentionBlock& block, const State& total) {
@@ -98,11 +122,12 @@ void FinishState(const AttentionBlock& block, const State& total) {
   for (int64_t r = block.row_begin; r < block.row_end; ++r) {
     const int64_t query = r / block.group;
     const int64_t head = r - query * block.group;
-    const float sum = total.sum[r - block.row_begin];
+    const RowEnd end =
+        EndOfRow(block, head, total.top[r - block.row_begin], total.sum[r - block.row_begin]);
     const float* o = total.o + (r - block.row_begin) * total.stride;
     Raw* target =
         reinterpret_cast<Raw*>(block.o) + query * block.o_stride_row + head * block.head_dim_vo;
-    const Vec divisor = Broadcast(sum == 0.0f ? 1.0f : sum);  // o is 0 as well
+    const Vec divisor = Broadcast(end.divisor);
     int64_t d = 0;
     for (; d + kLanes <= block.head_dim_vo; d += kLanes) {
       Element::StoreVec(target + d, Load(o + d) / divisor);
@@ -111,9 +136,7 @@ void FinishState(const AttentionBlock& block, const State& total) {
       StorePart<Element>(target + d, block.head_dim_vo - d, Load(o + d) / divisor);
     }
     if (block.lse != nullptr) {
-      block.lse[query * block.lse_stride_row + head] =
-          sum == 0.0f ? -__builtin_inff()
-                      : total.top[r - block.row_begin] * block.score_scale + __builtin_log2f(sum);
+      block.lse[query * block.lse_stride_row + head] = end.lse;
     }
   }
 }

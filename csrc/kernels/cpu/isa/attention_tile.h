@@ -5,6 +5,7 @@
 #include "attention_state.h"
 #include "key_tile.h"
 #include "micro_kernels.h"
+#include "score_extras.h"
 
 namespace tvm_flashinfer {
 namespace kernels {
@@ -21,32 +22,60 @@ struct Tile {
   const typename Element::Raw* v[kKeyTile];
 };
 
+/*! \brief The keys of a tile that a row sees: a range, and in a tree the nodes on its path. */
+struct TileMask {
+  const int32_t* first_key;
+  const int32_t* last_key;
+  const int32_t* row_order;
+  int64_t begin;                   // the first key
+  const TileIntervals* intervals;  // of the keys from `begin` on; null when none is a node
+};
+
 /*!
- * \brief o = alpha o + p v for the rows [row, row_end) when some of them do not see all the keys.
+ * \brief o = alpha o + p v for one row and the keys that it sees, in runs of neighbours. ones holds
+ * a factor for every row of x.
+ */
+template <typename Element, WeightLayout kLayout>
+void AccumulateSeen(const ValueProduct<Element>& x, const TileMask& mask, int64_t row, int64_t dim,
+                    float* ones) {
+  int64_t begin = mask.first_key[row] - mask.begin;
+  int64_t end = mask.last_key[row] + 1 - mask.begin;
+  begin = begin > 0 ? begin : 0;
+  end = end < x.num_keys ? end : x.num_keys;
+  auto sees = [&](int64_t i) {
+    if (mask.intervals == nullptr) return true;
+    const int32_t order = mask.row_order[row];
+    return order >= mask.intervals->begin[i] && order < mask.intervals->end[i];
+  };
+  ValueProduct<Element> run = x;
+  run.num_keys = 0;
+  AccumulateValues<Element, kLayout>(run, row, row + 1, dim);
+  ones[row] = 1.0f;
+  run.alpha = ones;
+  for (int64_t i = begin; i < end; i += run.num_keys + 1) {
+    run.num_keys = 0;
+    while (i + run.num_keys < end && sees(i + run.num_keys)) ++run.num_keys;
+    if (run.num_keys == 0) continue;
+    run.v = x.v + i;
+    run.p = x.p + (kLayout == WeightLayout::kKeyMajor ? i * x.width : i);
+    AccumulateValues<Element, kLayout>(run, row, row + 1, dim);
+  }
+}
+
+/*!
+ * \brief o = alpha o + p v for the rows [0, rows) when some of them do not see all the keys.
  *
  * A weight of 0 hides a key only as long as its value is finite: 0 * NaN would reach rows that do
  * not see it. So when a value is not finite, each row is given only the keys that it sees.
  */
 template <typename Element, WeightLayout kLayout>
-void AccumulateMasked(const ValueProduct<Element>& x, const Scratch& scratch, int64_t tile_begin,
-                      int64_t row, int64_t row_end, int64_t dim, int64_t first_row) {
+void AccumulateMasked(const ValueProduct<Element>& x, const TileMask& mask, int64_t rows,
+                      int64_t dim, float* ones) {
   if (AllFinite<Element>(x.v, x.num_keys, dim)) {
-    AccumulateValues<Element, kLayout>(x, row, row_end, dim);
+    AccumulateValues<Element, kLayout>(x, 0, rows, dim);
     return;
   }
-  for (int64_t r = row; r < row_end; ++r) {
-    int64_t begin = scratch.first_key[first_row + r] - tile_begin;
-    int64_t end = scratch.last_key[first_row + r] + 1 - tile_begin;
-    begin = begin > 0 ? begin : 0;
-    end = end < x.num_keys ? end : x.num_keys;
-    ValueProduct<Element> visible = x;
-    visible.num_keys = end > begin ? end - begin : 0;
-    if (visible.num_keys > 0) {
-      visible.v += begin;
-      visible.p += kLayout == WeightLayout::kKeyMajor ? begin * x.width : begin;
-    }
-    AccumulateValues<Element, kLayout>(visible, r, r + 1, dim);
-  }
+  for (int64_t r = 0; r < rows; ++r) AccumulateSeen<Element, kLayout>(x, mask, r, dim, ones);
 }
 
 /*! \brief Turn count scores into weights relative to the new top of the row. */
@@ -80,8 +109,13 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
   const int64_t dim_qk = RoundUp(block.head_dim_qk, kLanes);
   for (int64_t i = count; i < padded; ++i) tile.k[i] = tile.k[count - 1];
   // Bounds do not decrease from row to row.
-  const bool masked =
-      scratch.first_key[rows - 1] > tile.begin || scratch.last_key[0] < tile.end - 1;
+  const bool in_range =
+      scratch.first_key[rows - 1] <= tile.begin && scratch.last_key[0] >= tile.end - 1;
+  const KeyTree tree = TreeOf(block);
+  const bool has_nodes = tree.num_nodes > 0 && tree.first_key < tile.end;
+  const bool masked = !in_range || has_nodes;
+  TileIntervals intervals;
+  if (has_nodes) FindIntervals(tree, tile.begin, tile.end, &intervals);
   for (int64_t r = 0; r < rows; r += 2) {
     const float* q = scratch.q + r * dim_qk;
     float* s = scratch.scores + r * kKeyTile;
@@ -91,9 +125,12 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
       ScoreRows<Element, 1>(q, dim_qk, tile.k, count, s);
     }
   }
+  const bool transforms = TransformsScores(block);
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scratch.scores + r * kKeyTile;
-    if (masked || padded != count) {
+    if (transforms) TransformRow(block, block.row_begin + r, tile.begin, padded, s);
+    if (has_nodes) MaskRowByTree(intervals, scratch.row_order[r], padded, s);
+    if (!in_range || padded != count) {
       const int64_t last = scratch.last_key[r] < tile.end - 1 ? scratch.last_key[r] : tile.end - 1;
       const IVec lowest = BroadcastInt(scratch.first_key[r]);
       const IVec highest = BroadcastInt(static_cast<int32_t>(last));
@@ -109,8 +146,9 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
                                          scratch.alpha,  state.o, state.stride};
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
   if (masked) {
-    AccumulateMasked<Element, WeightLayout::kRowMajor>(product, scratch, tile.begin, 0, rows,
-                                                       dim_vo, 0);
+    const TileMask mask = {scratch.first_key, scratch.last_key, scratch.row_order, tile.begin,
+                           has_nodes ? &intervals : nullptr};
+    AccumulateMasked<Element, WeightLayout::kRowMajor>(product, mask, rows, dim_vo, scratch.beta);
   } else {
     AccumulateValues<Element, WeightLayout::kRowMajor>(product, 0, rows, dim_vo);
   }
@@ -181,19 +219,31 @@ void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const 
   if (begin >= end) return;
   const float* const* k = tile.k + (begin - tile.begin);
   const float* const* v = tile.v + (begin - tile.begin);
-  const bool masked = first_key[num_rows - 1] > begin || last_key[0] < end - 1;
+  const bool in_range = first_key[num_rows - 1] <= begin && last_key[0] >= end - 1;
+  const KeyTree tree = TreeOf(block);
+  const bool has_nodes = tree.num_nodes > 0 && tree.first_key < end;
 
   float* s = scratch.scores;
   ScorePanel<kVecs>(scratch.q + row * block.head_dim_qk, block.head_dim_qk, k, end - begin, s);
-  if (masked) MaskPanel<kVecs>(s, begin, end, first_key, last_key);
+  if (TransformsScores(block)) {
+    TransformPanel<kVecs>(block, block.row_begin + row, begin, end, s);
+  }
+  if (!in_range) MaskPanel<kVecs>(s, begin, end, first_key, last_key);
+  TileIntervals intervals;
+  if (has_nodes) {
+    FindIntervals(tree, begin, end, &intervals);
+    MaskPanelByTree<kVecs>(intervals, scratch.row_order + row, end - begin, s);
+  }
   SoftmaxPanel<kVecs>(s, end - begin, block.score_scale, state.top + row, state.sum + row,
                       scratch.alpha);
   const ValueProduct<Float32> product = {
       s, kWidth, v, end - begin, scratch.alpha, state.o + row * state.stride, state.stride};
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
-  if (masked) {
-    AccumulateMasked<Float32, WeightLayout::kKeyMajor>(product, scratch, begin, 0, num_rows, dim_vo,
-                                                       row);
+  if (!in_range || has_nodes) {
+    const TileMask mask = {first_key, last_key, scratch.row_order + row, begin,
+                           has_nodes ? &intervals : nullptr};
+    AccumulateMasked<Float32, WeightLayout::kKeyMajor>(product, mask, num_rows, dim_vo,
+                                                       scratch.beta);
   } else {
     AccumulateValues<Float32, WeightLayout::kKeyMajor>(product, 0, num_rows, dim_vo);
   }

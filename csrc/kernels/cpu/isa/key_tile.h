@@ -18,19 +18,21 @@ struct RowSource {
   int64_t stride_slot;
   const int32_t* pages;
   int64_t page_size;
+  int64_t sink_size;
+  int64_t slot_shift;
   int64_t dim;
 };
 
 TFI_INLINE RowSource KeysOf(const AttentionBlock& block) {
   const KeySource& keys = block.keys;
-  return {keys.k,     keys.k_stride_page, keys.k_stride_slot,
-          keys.pages, keys.page_size,     block.head_dim_qk};
+  return {keys.k,         keys.k_stride_page, keys.k_stride_slot, keys.pages,
+          keys.page_size, keys.sink_size,     keys.slot_shift,    block.head_dim_qk};
 }
 
 TFI_INLINE RowSource ValuesOf(const AttentionBlock& block) {
   const KeySource& keys = block.keys;
-  return {keys.v,     keys.v_stride_page, keys.v_stride_slot,
-          keys.pages, keys.page_size,     block.head_dim_vo};
+  return {keys.v,         keys.v_stride_page, keys.v_stride_slot, keys.pages,
+          keys.page_size, keys.sink_size,     keys.slot_shift,    block.head_dim_vo};
 }
 
 template <typename A, typename B>
@@ -45,15 +47,23 @@ constexpr bool kSame<A, A> = true;
 template <typename Raw, typename Visitor>
 TFI_INLINE void ForEachRow(const RowSource& source, int64_t begin, int64_t count,
                            const Visitor& visit) {
-  int64_t page = begin / source.page_size;
-  int64_t slot = begin - page * source.page_size;
-  for (int64_t i = 0; i < count; ++page, slot = 0) {
-    const int64_t page_index = source.pages == nullptr ? page : source.pages[page];
-    const Raw* row = reinterpret_cast<const Raw*>(source.base) + page_index * source.stride_page +
-                     slot * source.stride_slot;
-    const int64_t left = source.page_size - slot;
-    const int64_t end = count - i < left ? count : i + left;
-    for (; i < end; ++i, row += source.stride_slot) visit(i, row);
+  for (int64_t i = 0; i < count;) {
+    // Once, but twice when the rows lie on both sides of the end of the sink.
+    const int64_t first = begin + i;
+    const bool in_sink = first < source.sink_size;
+    const int64_t run_end =
+        in_sink && source.sink_size - begin < count ? source.sink_size - begin : count;
+    const int64_t stored = in_sink ? first : first + source.slot_shift;
+    int64_t page = stored / source.page_size;
+    int64_t slot = stored - page * source.page_size;
+    for (; i < run_end; ++page, slot = 0) {
+      const int64_t page_index = source.pages == nullptr ? page : source.pages[page];
+      const Raw* row = reinterpret_cast<const Raw*>(source.base) + page_index * source.stride_page +
+                       slot * source.stride_slot;
+      const int64_t left = source.page_size - slot;
+      const int64_t end = run_end - i < left ? run_end : i + left;
+      for (; i < end; ++i, row += source.stride_slot) visit(i, row);
+    }
   }
 }
 

@@ -13,20 +13,20 @@ namespace {
 constexpr int kDoubleLanes = kLanes / 2;
 typedef double DVec __attribute__((vector_size(kLanes * 4)));
 typedef int64_t LVec __attribute__((vector_size(kLanes * 4)));
+typedef double DoublesUnaligned __attribute__((vector_size(kLanes * 4), aligned(8), may_alias));
 typedef float FloatsOfDVec __attribute__((vector_size(kLanes * 2)));
 typedef float FloatsUnaligned __attribute__((vector_size(kLanes * 2), aligned(4), may_alias));
 
 /*! \brief Largest |angle| that SinCos reduces with an error far below that of a float. */
-constexpr float kMaxReducedAngle = 1073741824.0f;
+constexpr double kMaxReducedAngle = 1073741824.0;
 
 /*!
  * \brief Sine and cosine times magnitude of kDoubleLanes angles, rounded to float once. Angles of
  * long contexts are large, so all is in double, where the reduction by multiples of pi / 2 is exact
  * enough.
  */
-TFI_INLINE void SinCos(const float* angle, float magnitude, float* sine, float* cosine) {
-  const DVec x = __builtin_convertvector(
-      (FloatsOfDVec) * reinterpret_cast<const FloatsUnaligned*>(angle), DVec);
+TFI_INLINE void SinCos(const double* angle, float magnitude, float* sine, float* cosine) {
+  const DVec x = *reinterpret_cast<const DoublesUnaligned*>(angle);
   // Adding 1.5 * 2^52 rounds to an integer, which is then in the low bits of the sum.
   const DVec shifted = x * 0.63661977236758134308 + 6755399441055744.0;
   const DVec n = shifted - 6755399441055744.0;
@@ -63,10 +63,32 @@ TFI_INLINE void SinCos(const float* angle, float magnitude, float* sine, float* 
       __builtin_convertvector(signed_c * factor, FloatsOfDVec);
 }
 
+/*! \brief Angles of the pairs of one row, with room for whole vectors. */
+typedef double Angles[kMaxRotaryPairs + kLanes];
+
+/*! \brief SinCos of count angles; sine and cosine have room for whole vectors. */
+void SinCosOfAll(const double* angle, int64_t count, float magnitude, float* sine, float* cosine) {
+  bool small = true;
+  for (int64_t i = 0; i < count; ++i) small &= __builtin_fabs(angle[i]) < kMaxReducedAngle;
+  if (small) {
+    for (int64_t i = 0; i < count; i += kDoubleLanes) {
+      SinCos(angle + i, magnitude, sine + i, cosine + i);
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      sine[i] = static_cast<float>(__builtin_sin(angle[i]) * magnitude);
+      cosine[i] = static_cast<float>(__builtin_cos(angle[i]) * magnitude);
+    }
+  }
+}
+
 /*! \brief Sine and cosine of the pairs of one row; the arrays have room for whole vectors. */
 struct RowAngles {
   float sine[kMaxRotaryPairs + kLanes];
   float cosine[kMaxRotaryPairs + kLanes];
+  // Of the second elements of pairs, where they have frequencies of their own.
+  float sine_second[kMaxRotaryPairs + kLanes];
+  float cosine_second[kMaxRotaryPairs + kLanes];
   // For interleaved pairs: (-sine, sine) and (cosine, cosine) of every pair.
   float signed_sines[2 * kMaxRotaryPairs + kLanes];
   float cosines[2 * kMaxRotaryPairs + kLanes];
@@ -74,49 +96,43 @@ struct RowAngles {
 
 void ComputeAngles(const SplitRotaryArgs& args, int32_t position, RowAngles* out) {
   const int64_t pairs = args.rotary_dim / 2;
-  float angle[kMaxRotaryPairs + kLanes] = {};
+  // The product is rounded to float, as TVM's is.
   const float p = static_cast<float>(position);
-  bool small = true;
-  for (int64_t i = 0; i < pairs; ++i) {
-    angle[i] = p * args.inv_freq[i];
-    small &= __builtin_fabsf(angle[i]) < kMaxReducedAngle;
-  }
-  if (small) {
-    for (int64_t i = 0; i < pairs; i += kDoubleLanes) {
-      SinCos(angle + i, args.magnitude, out->sine + i, out->cosine + i);
-    }
-  } else {
-    for (int64_t i = 0; i < pairs; ++i) {
-      out->sine[i] = static_cast<float>(__builtin_sin(angle[i]) * args.magnitude);
-      out->cosine[i] = static_cast<float>(__builtin_cos(angle[i]) * args.magnitude);
-    }
+  Angles angle = {};
+  for (int64_t i = 0; i < pairs; ++i) angle[i] = p * args.inv_freq[i];
+  SinCosOfAll(angle, pairs, args.magnitude, out->sine, out->cosine);
+  if (args.inv_freq_second != nullptr) {
+    for (int64_t i = 0; i < pairs; ++i) angle[i] = p * args.inv_freq_second[i];
+    SinCosOfAll(angle, pairs, args.magnitude, out->sine_second, out->cosine_second);
   }
   if (args.interleaved) {
+    const bool second = args.inv_freq_second != nullptr;
     for (int64_t i = 0; i < pairs; ++i) {
       out->signed_sines[2 * i] = -out->sine[i];
-      out->signed_sines[2 * i + 1] = out->sine[i];
-      out->cosines[2 * i] = out->cosines[2 * i + 1] = out->cosine[i];
+      out->signed_sines[2 * i + 1] = second ? out->sine_second[i] : out->sine[i];
+      out->cosines[2 * i] = out->cosine[i];
+      out->cosines[2 * i + 1] = second ? out->cosine_second[i] : out->cosine[i];
     }
   }
 }
 
 /*! \brief Rotate the pairs (i, i + pairs). */
-template <typename Element>
+template <typename Element, bool kSecond>
 TFI_INLINE void RotateHalves(const typename Element::Raw* x, int64_t pairs, const RowAngles& angles,
                              typename Element::Raw* y) {
+  const float* const sine_second = kSecond ? angles.sine_second : angles.sine;
+  const float* const cosine_second = kSecond ? angles.cosine_second : angles.cosine;
   int64_t i = 0;
   for (; i + kLanes <= pairs; i += kLanes) {
     const Vec a = Element::LoadVec(x + i), b = Element::LoadVec(x + pairs + i);
-    const Vec s = Load(angles.sine + i), c = Load(angles.cosine + i);
-    Element::StoreVec(y + i, a * c - b * s);
-    Element::StoreVec(y + pairs + i, b * c + a * s);
+    Element::StoreVec(y + i, a * Load(angles.cosine + i) - b * Load(angles.sine + i));
+    Element::StoreVec(y + pairs + i, b * Load(cosine_second + i) + a * Load(sine_second + i));
   }
   if (i < pairs) {
     const int64_t n = pairs - i;
     const Vec a = LoadPart<Element>(x + i, n), b = LoadPart<Element>(x + pairs + i, n);
-    const Vec s = Load(angles.sine + i), c = Load(angles.cosine + i);
-    StorePart<Element>(y + i, n, a * c - b * s);
-    StorePart<Element>(y + pairs + i, n, b * c + a * s);
+    StorePart<Element>(y + i, n, a * Load(angles.cosine + i) - b * Load(angles.sine + i));
+    StorePart<Element>(y + pairs + i, n, b * Load(cosine_second + i) + a * Load(sine_second + i));
   }
 }
 
@@ -166,8 +182,10 @@ void SplitRotaryOf(const SplitRotaryArgs& args, int64_t begin, int64_t end) {
       }
       if (args.interleaved) {
         RotateInterleaved<Element>(source, pairs, angles, target);
+      } else if (args.inv_freq_second != nullptr) {
+        RotateHalves<Element, true>(source, pairs, angles, target);
       } else {
-        RotateHalves<Element>(source, pairs, angles, target);
+        RotateHalves<Element, false>(source, pairs, angles, target);
       }
       if (rest < dim) memcpy(target + rest, source + rest, (dim - rest) * sizeof(Raw));
     }

@@ -9,8 +9,8 @@ namespace kernels {
 namespace cpu {
 namespace TVM_FLASHINFER_ISA {
 
-const KernelTable kKernelTable = {
-    TVM_FLASHINFER_ISA_NAME, AttendBlock, AttendChunk, FoldChunks, MergeStates, SplitRotary};
+const KernelTable kKernelTable = {TVM_FLASHINFER_ISA_NAME, AttendBlock, AttendChunk, FoldChunks,
+                                  RotaryOffsets,           MergeStates, SplitRotary};
 
 }  // namespace TVM_FLASHINFER_ISA
 }  // namespace cpu

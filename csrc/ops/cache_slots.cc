@@ -1,0 +1,47 @@
+// What TVM's cache is given for one attention slot: a kind, which names the calling convention, and
+// the functions. The cache learns only when it is created whether sequences may slide, so the
+// choice is made here, at run time.
+#include <tvm/ffi/any.h>
+
+#include <string>
+
+#include "checks.h"
+#include "ops.h"
+
+namespace tvm_flashinfer {
+namespace ops {
+
+namespace {
+
+using tvm::ffi::Any;
+
+Array<Any> Planned(Function run, Function plan) {
+  return {String("flashinfer"), std::move(run), std::move(plan)};
+}
+
+}  // namespace
+
+Array<Any> MakeCacheSlot(String slot, String options, bool planned,
+                         int64_t support_sliding_window) {
+  // A sliding cache applies RoPE inside attention, and tells only functions without a plan so. It
+  // also wants no plan for any slot: TVM would plan for tables that it does not use then.
+  if (planned && support_sliding_window == 0) {
+    const std::string name = slot;
+    if (name == "prefill_ragged") {
+      return Planned(Function::FromTyped(BatchPrefillRaggedRun),
+                     Function::FromTyped(BatchPrefillPlan));
+    }
+    if (name == "prefill_paged") {
+      return Planned(Function::FromTyped(BatchPrefillPagedRun),
+                     Function::FromTyped(BatchPrefillPlan));
+    }
+    if (name == "decode_paged") {
+      return Planned(Function::FromTyped(BatchDecodeRun), Function::FromTyped(BatchDecodePlan));
+    }
+  }
+  // "tirx" names a convention of arguments; any function may stand there.
+  return {String("tirx"), BindAttention(slot, options, Optional<Tensor>(), Optional<Tensor>())};
+}
+
+}  // namespace ops
+}  // namespace tvm_flashinfer

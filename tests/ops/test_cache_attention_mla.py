@@ -1,0 +1,104 @@
+"""Latent attention (MLA) on CPU: a row of the cache is a key, its first columns the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from batches import DTYPES, indptr_of, normal
+from cache_oracle import Extras, assert_request
+from device_tensors import numpy_dtype, poisoned, to_device
+from refusals import refused
+
+CPU = tvm.cpu(0)
+# Query heads, columns of keys, columns of values.
+DIMS = [(16, 576, 512), (3, 80, 64), (71, 576, 512), (1, 20, 12)]
+
+
+def _ints(values: Any) -> Any:
+    return to_device(np.asarray(values, np.int32), CPU, byte_offset=4).tensor
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention(ops, rng, dtype, dims, page_size):
+    """Decode and prefill rows, requests without keys or rows, unused slots NaN."""
+    heads, d, vo = dims
+    kv_lens, rows = [13, 0, 1, 129, 40], [1, 2, 1, 9, 0]
+    for causal in (0, 1):
+        keys = [normal(rng, (m, 1, d), dtype) for m in kv_lens]
+        q = normal(rng, (sum(rows), heads, d), dtype)
+        counts = [-(-m // page_size) for m in kv_lens]
+        indices = rng.permutation(sum(counts) + 2)[: sum(counts)]
+        pool = np.full((sum(counts) + 2, page_size, d), np.nan, numpy_dtype(dtype))
+        at = indptr_of(counts)
+        for b, tokens in enumerate(keys):
+            j = np.arange(len(tokens))
+            pool[indices[at[b] : at[b + 1]][j // page_size], j % page_size] = tokens[:, 0]
+        last = [m - (c - 1) * page_size if c else 0 for m, c in zip(kv_lens, counts, strict=True)]
+        o = poisoned((len(q), heads, vo), dtype, CPU)
+        lse = poisoned((len(q), heads), "float32", CPU)
+        ops.bind_attention_mla("{}")(
+            to_device(q, CPU).tensor, _ints(indptr_of(rows)),
+            to_device(pool, CPU, byte_offset=64).tensor, _ints(at), _ints(indices), _ints(last),
+            o.tensor, lse.tensor, causal, d**-0.5,
+        )  # fmt: skip
+        ptr = indptr_of(rows)
+        for b, k in enumerate(keys):
+            part = slice(ptr[b], ptr[b + 1])
+            assert_request(
+                o.numpy()[part], lse.numpy()[part], q[part], k, k[..., :vo],
+                Extras(causal=bool(causal)), d**-0.5, f"request {b}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages(ops, rng, dtype):
+    """Append, copy and read: values move to the bit, nothing else changes."""
+    num_pages, size, d, n = 6, 5, 72, 13
+    pool = normal(rng, (num_pages, size, d), dtype)
+    kv = normal(rng, (n, d), dtype)
+    positions = rng.permutation(num_pages * size)[:n]
+    positions[[2, 7]] = -1
+    pages = to_device(pool, CPU, byte_offset=16)
+    ops.append_paged_mla_kv_cache(pages.tensor, to_device(kv, CPU).tensor, _ints(positions))
+    expected = pool.copy().reshape(-1, d)
+    expected[positions[positions >= 0]] = kv[positions >= 0]
+    np.testing.assert_array_equal(pages.numpy().reshape(-1, d), expected)
+
+    ops.copy_single_page_mla(pages.tensor, 1, 4, 3)
+    expected = expected.reshape(pool.shape)
+    expected[4, :3] = expected[1, :3]
+    np.testing.assert_array_equal(pages.numpy(), expected)
+
+    out = poisoned((3, n, d), dtype, CPU)
+    before = out.numpy()
+    places = np.where(positions < 0, 0, positions)
+    ops.debug_get_kv_mla(pages.tensor, _ints(places), out.tensor, 1)
+    np.testing.assert_array_equal(out.numpy()[1], expected.reshape(-1, d)[places])
+    np.testing.assert_array_equal(out.numpy()[[0, 2]], before[[0, 2]])
+    pages.assert_guards_intact("pages")
+    out.assert_guards_intact("kv")
+
+
+def test_refusals(ops, rng):
+    """Positions, pages and layers outside, wrong widths."""
+    pages = to_device(normal(rng, (4, 16, 24), "float16"), CPU).tensor
+    kv = to_device(normal(rng, (2, 24), "float16"), CPU).tensor
+    wide = to_device(normal(rng, (2, 32), "float16"), CPU).tensor
+    layers = to_device(normal(rng, (1, 2, 24), "float16"), CPU).tensor
+    with refused(ValueError, "position_map", "64"):
+        ops.append_paged_mla_kv_cache(pages, kv, _ints([0, 64]))
+    with refused(ValueError, r"\bkv\b", "24"):
+        ops.append_paged_mla_kv_cache(pages, wide, _ints([0, 1]))
+    with refused(ValueError, "tgt_page"):
+        ops.copy_single_page_mla(pages, 0, 4, 3)
+    with refused(ValueError, "copy_length"):
+        ops.copy_single_page_mla(pages, 0, 1, 17)
+    with refused(ValueError, "layer_id"):
+        ops.debug_get_kv_mla(pages, _ints([0, 1]), layers, 1)
+    with refused(ValueError, "rope_scaling", "logits_soft_cap"):
+        ops.bind_attention_mla('{"rope_scaling": {}}')
