@@ -29,6 +29,7 @@ from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 from tvm.s_tir import dlight as dl
 
 import tvm_flashinfer
+from tvm_flashinfer.kernels.toolchain import find_nvcc
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -267,13 +268,15 @@ def main() -> None:
              "error": errors[0], "tir_error": errors[1]}
         )  # fmt: skip
     if arguments.json:
+        nvcc = find_nvcc()
+        rows = [f"--row {name}" for name in arguments.row or ()]
         header = {
             "date": datetime.date.today().isoformat(),
             "gpu": device.device_name,
             "driver": nvidia_smi("driver_version"),
-            "cuda": f"{device.api_version // 1000}.{device.api_version % 1000 // 10}",
-            "tvm": tvm.__version__,
-            "command": " ".join(["python benchmarks/attention.py", *sys.argv[1:]]),
+            "cuda": nvcc.release if nvcc else None,
+            "tvm": f"apache-tvm {tvm.__version__}",
+            "command": " ".join(["python benchmarks/attention.py", *rows]),
         }
         arguments.json.write_text(json.dumps({**header, "rows": results}, indent=1) + "\n")
 

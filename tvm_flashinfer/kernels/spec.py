@@ -26,7 +26,7 @@ DTYPES: Mapping[str, tuple[str, str]] = {
 HEAD_DIMS = (64, 128, 256)
 
 #: Head dimensions of ``batch_attention``, whose values may have another one than queries and keys.
-DEVICE_SCHEDULED_HEAD_DIMS = (*range(16, 129, 16), *range(160, 257, 32))
+DEVICE_SCHEDULED_HEAD_DIMS = tuple(range(16, 257, 16))
 
 #: Architectures with kernels. The FA2 kernels need nothing that is newer than 8.0, so Blackwell
 #: compiles them as they are. A name with "a" gives machine code for that one chip. 8.7, 8.8 and

@@ -84,10 +84,11 @@ template <typename T, int D, int kKeys, int kStride, int kThreads>
 __device__ __forceinline__ void LoadKeys(const T* base, const KeyOffsets* offsets, int which,
                                          T* tile) {
   constexpr int kPieces = D / 8;
-  static_assert(kKeys * kPieces % kThreads == 0, "every thread copies as many pieces");
+  constexpr int kCount = kKeys * kPieces;
 #pragma unroll
-  for (int i = 0; i < kKeys * kPieces / kThreads; ++i) {
+  for (int i = 0; i < (kCount + kThreads - 1) / kThreads; ++i) {
     const int index = i * kThreads + threadIdx.x;
+    if (kCount % kThreads != 0 && index >= kCount) break;
     const int key = index / kPieces, d = index % kPieces * 8;
     const int64_t offset = which == 0 ? offsets[key].k : offsets[key].v;
     const bool valid = offset >= 0;
