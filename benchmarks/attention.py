@@ -41,12 +41,16 @@ SM_SCALE = HEAD_DIM**-0.5
 
 @dataclass
 class Row:
-    """One piece of work: `batch` requests of `length` keys; decode has one query row each."""
+    """One piece of work: `batch` requests of `length` keys; decode has one query row each.
+
+    Without `planned` ours is the kernel that makes its schedule on the device.
+    """
 
     name: str
     kind: str
     batch: int
     length: int
+    planned: bool = True
 
     @property
     def bytes(self) -> int:
@@ -69,6 +73,9 @@ ROWS = [
     Row("decode-B128-L2048", "decode", 128, 2048),
     Row("ragged-B16-S1024", "ragged", 16, 1024),
     Row("ragged-B4-S4096", "ragged", 4, 4096),
+    Row("unplanned-decode-B1-L4096", "decode", 1, 4096, planned=False),
+    Row("unplanned-decode-B64-L4096", "decode", 64, 4096, planned=False),
+    Row("unplanned-ragged-B4-S4096", "ragged", 4, 4096, planned=False),
 ]
 
 
@@ -143,9 +150,10 @@ class Bench:
                 *spaces[:2], plan, q, keys, values, where, table, last, self.out, lse, 1, -1, False,
                 SM_SCALE, 1.0, 1.0,
             )  # fmt: skip
-            self.theirs = lambda: kernel(
-                q, pool, where, table, last, zeros, zeros, self.out, lse, 0, 1.0, 1e4, SM_SCALE
-            )
+            arguments = (
+                q, pool, where, table, last, zeros, zeros, self.out, lse, 0, 1.0, 1e4, SM_SCALE,
+            )  # fmt: skip
+            slot = "decode_paged"
         else:
             self.k, self.v = (
                 rng.standard_normal((rows, NUM_KV_HEADS, HEAD_DIM), np.float32).astype(DTYPE)
@@ -165,9 +173,14 @@ class Bench:
                 *spaces[:2], plan, q, k, v, where, where, self.out, lse, 1, 0, -1, False, SM_SCALE,
                 1.0, 1.0,
             )  # fmt: skip
-            self.theirs = lambda: kernel(
-                q, where, k, v, where, positions, zeros, self.out, lse, 1, 0, 1.0, 1e4, SM_SCALE
-            )
+            arguments = (
+                q, where, k, v, where, positions, zeros, self.out, lse, 1, 0, 1.0, 1e4, SM_SCALE,
+            )  # fmt: skip
+            slot = "prefill_ragged"
+        self.theirs = lambda: kernel(*arguments)
+        if not row.planned:
+            unplanned = op("bind_attention")(slot, "{}", None, None)
+            self.ours = lambda: unplanned(*arguments)
 
     def request(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, slice]:
         """q, k, v of one request, and its rows."""
@@ -249,7 +262,7 @@ def main() -> None:
     print(
         f"{device.device_name}, TVM {tvm.__version__}, tvm_flashinfer {tvm_flashinfer.__version__}"
     )
-    print(f"{'row':20} {'ours us':>9} {'TIR us':>9} {'ratio':>6}  ours")
+    print(f"{'row':28} {'ours us':>9} {'TIR us':>9} {'ratio':>6}  ours")
     for row in ROWS:
         if arguments.row and row.name not in arguments.row:
             continue
@@ -262,7 +275,7 @@ def main() -> None:
             if row.kind == "decode"
             else f"{row.flops / ours / 1e12:.0f} TFLOP/s"
         )
-        print(f"{row.name:20} {ours * 1e6:9.1f} {theirs * 1e6:9.1f} {theirs / ours:6.1f}  {rate}")
+        print(f"{row.name:28} {ours * 1e6:9.1f} {theirs * 1e6:9.1f} {theirs / ours:6.1f}  {rate}")
         results.append(
             {"row": row.name, "ours_us": ours * 1e6, "tir_us": theirs * 1e6, "rate": rate,
              "error": errors[0], "tir_error": errors[1]}
