@@ -23,6 +23,15 @@ Array<Any> Planned(Function run, Function plan) {
 
 Array<Any> MakeCacheSlot(String slot, String options, bool planned,
                          int64_t support_sliding_window) {
+  // TVM rotates the pages of layers with a window by theta 10000, whatever the model's is, and with
+  // RoPE inside attention the new tokens by the model's: the two would not fit.
+  if (support_sliding_window != 0 &&
+      std::string(options).find("layer_window") != std::string::npos) {
+    Checker("cache_slot")
+        .FailValue(
+            "a cache with windows of single layers cannot slide as a whole too; create it with "
+            "support_sliding_window 0");
+  }
   // A sliding cache applies RoPE inside attention, and tells only functions without a plan so. It
   // also wants no plan for any slot: TVM would plan for tables that it does not use then.
   if (planned && support_sliding_window == 0) {

@@ -79,7 +79,7 @@ void SplitQKVRotary(TensorView qkv, TensorView position_map, TensorView q, Tenso
                     TensorView v, int64_t apply_rope, double rope_theta, double rope_scale,
                     int64_t rotary_dim, String rope_scaling);
 Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary_dim,
-                            String rope_scaling, int64_t support_sliding_window);
+                            String rope_scaling);
 
 void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView position_map);
 void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length);

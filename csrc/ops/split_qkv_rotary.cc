@@ -155,14 +155,8 @@ void SplitQKVRotary(TensorView qkv, TensorView position_map, TensorView q, Tenso
 }
 
 Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary_dim,
-                            String rope_scaling, int64_t support_sliding_window) {
+                            String rope_scaling) {
   const Checker check("bind_split_qkv_rotary");
-  if (support_sliding_window != 0) {
-    // TVM then rotates inside attention, and does not tell functions of kind "flashinfer" so.
-    check.FailValue("this KV cache does not serve sliding windows (support_sliding_window is " +
-                    std::to_string(support_sliding_window) +
-                    "); create it with support_sliding_window 0, or use create_tir_paged_kv_cache");
-  }
   if (NeedsExtFactors(check, rope_scaling)) {
     return BindLongrope(check, rope_theta, rope_scale, rotary_dim, rope_scaling);
   }

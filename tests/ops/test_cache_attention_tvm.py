@@ -186,7 +186,7 @@ def test_yarn(ops, rng, d, theta):
     settings: dict[str, Any] = dict(theta=theta, scale=1.0, d=d, rotary_dim=d)
     theirs = _split(_built("rotary", tuple(with_log.items()), **settings), qkv, positions, 1)
     for scaling in (YARN, with_log):
-        bound = ops.bind_split_qkv_rotary(theta, 1.0, d, json.dumps(scaling), 0)
+        bound = ops.bind_split_qkv_rotary(theta, 1.0, d, json.dumps(scaling))
         ours = _split(bound, qkv, positions, 1)
         for got, expected in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(got, expected, 2e-4, 2e-4)
@@ -204,7 +204,7 @@ def test_longrope(ops, rng, rows, rotary_dim):
     tensor = to_device(factors, tvm.cpu(0)).tensor
     settings: dict[str, Any] = dict(theta=theta, scale=1.0, d=d, rotary_dim=rotary_dim)
     theirs = _split(_built("rotary", tuple(LONGROPE.items()), **settings), qkv, positions, tensor)
-    bound = ops.bind_split_qkv_rotary(theta, 1.0, rotary_dim, json.dumps(LONGROPE), 0)
+    bound = ops.bind_split_qkv_rotary(theta, 1.0, rotary_dim, json.dumps(LONGROPE))
     ours = _split(bound, qkv, positions, tensor)
     for got, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(got, expected, 2e-4, 2e-4)

@@ -181,7 +181,6 @@ def test_split_qkv_rotary(ops, device, rng, case):
     "case",
     [
         *(c for c in ROTARY if c.id not in LATE),
-        bad("on", "support_sliding_window", value(1)),
     ],
 )
 def test_bind_split_qkv_rotary(ops, case: Bad):
@@ -191,7 +190,6 @@ def test_bind_split_qkv_rotary(ops, case: Bad):
         "rope_scale": 1.0,
         "rotary_dim": 64,
         "rope_scaling": "{}",
-        "support_sliding_window": 0,
     }
     assert_refused(ops.bind_split_qkv_rotary, args, case, None)
 
@@ -199,7 +197,7 @@ def test_bind_split_qkv_rotary(ops, case: Bad):
 def test_bound_rotary_dim_above_head_dim(ops, device, rng):
     """A rotary_dim that does not fit the tensors is refused by the bound function."""
     args = _rotary_args(device, rng)
-    bound = ops.bind_split_qkv_rotary(1e4, 1.0, 128, "{}", 0)
+    bound = ops.bind_split_qkv_rotary(1e4, 1.0, 128, "{}")
     with unchanged(args), refused(ValueError, "rotary_dim", "128", "64"):
         bound(*passed(args, {})[:6])
 

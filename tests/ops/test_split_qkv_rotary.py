@@ -50,7 +50,7 @@ def _split(
     rotary = (theta, scale, d if rotary_dim is None else rotary_dim, json.dumps(scaling or {}))
     tensors = [placed.tensor, index.tensor, *(x.tensor for x in outs)]
     if bound:
-        ops.bind_split_qkv_rotary(*rotary, 0)(*tensors, apply_rope)
+        ops.bind_split_qkv_rotary(*rotary)(*tensors, apply_rope)
     else:
         ops.split_qkv_rotary(*tensors, apply_rope, *rotary)
     np.testing.assert_array_equal(placed.raw(), before)
@@ -165,7 +165,7 @@ def test_bound_functions_are_independent(ops, device, rng):
     qkv = normal(rng, (6, 4, 64), "float32")
     positions = np.arange(6) * 7
     settings = [(1e4, 1.0, 64, "{}"), (1e2, 0.5, 32, json.dumps(SCALINGS["gptj"]))]
-    bound = [ops.bind_split_qkv_rotary(*x, 0) for x in settings]
+    bound = [ops.bind_split_qkv_rotary(*x) for x in settings]
     for function, (theta, scale, rotary_dim, text) in zip(bound, settings, strict=True):
         outs = [poisoned((6, h, 64), "float32", device) for h in (2, 1, 1)]
         index = to_device(positions.astype(np.int32), device)

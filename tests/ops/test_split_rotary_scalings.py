@@ -43,7 +43,7 @@ def _check(
 def test_yarn(ops, device, rng, dtype, rotary_dim):
     """Both frequencies of every pair."""
     qkv, positions = normal(rng, (33, HQ + 2 * HKV, 64), dtype), rng.integers(0, 4000, 33)
-    bound = ops.bind_split_qkv_rotary(5e5, 1.0, rotary_dim, json.dumps(YARN), 0)
+    bound = ops.bind_split_qkv_rotary(5e5, 1.0, rotary_dim, json.dumps(YARN))
     _check(bound, device, qkv, positions, 1, theta=5e5, rotary_dim=rotary_dim, scaling=YARN)
 
 
@@ -55,7 +55,7 @@ def test_longrope(ops, device, rng, dtype, rows):
     qkv, positions = normal(rng, (rows, HQ + 2 * HKV, 64), dtype), rng.integers(0, 4000, rows)
     factors = rng.uniform(1, 30, rotary_dim).astype(np.float32)
     table = to_device(factors, device, byte_offset=4)
-    bound = ops.bind_split_qkv_rotary(1e4, 1.0, rotary_dim, json.dumps(LONGROPE), 0)
+    bound = ops.bind_split_qkv_rotary(1e4, 1.0, rotary_dim, json.dumps(LONGROPE))
     used = factors[: rotary_dim // 2] if rows > 20 else factors[rotary_dim // 2 :]
     for _ in range(2):  # the table is read from a device once
         _check(
@@ -69,8 +69,8 @@ def test_refusals(ops, device, rng):
     qkv = normal(rng, (3, HQ + 2 * HKV, 64), "float16")
     table = to_device(np.ones(64, np.float32), device).tensor
     short = to_device(np.ones(32, np.float32), device).tensor
-    plain = ops.bind_split_qkv_rotary(1e4, 1.0, 64, "{}", 0)
-    longrope = ops.bind_split_qkv_rotary(1e4, 1.0, 64, json.dumps(LONGROPE), 0)
+    plain = ops.bind_split_qkv_rotary(1e4, 1.0, 64, "{}")
+    longrope = ops.bind_split_qkv_rotary(1e4, 1.0, 64, json.dumps(LONGROPE))
     for bound, last, error, says in (
         (plain, table, TypeError, "apply_rope"),
         (longrope, 1, TypeError, "ext_factors"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import tvm
 from tvm import relax as rx
@@ -40,31 +38,32 @@ def parameters() -> tuple[list[tirx.Var], list[rx.Var]]:
     return sizes, [rx.Var(f"{var.name}_", rx.ShapeType([var])) for var in sizes]
 
 
-def tir(name: str, builder: rx.BlockBuilder, suffix: str, *args: Any, **kwargs: Any) -> rx.Tuple:
-    factories = {
-        "tir_attention_prefill_sliding_window": "_attention_prefill",
-        "tir_attention_decode_sliding_window": "_attention_decode",
-        "tir_attention_prefill_with_tree_mask_with_paged_kv_cache": "tree_attn_with_paged_kv_cache",
-        "tir_attention_prefill_with_tree_mask": "tree_attn",
-    }
-    function = getattr(tvm_kv_cache, factories[name] + suffix)(*args, **kwargs)
-    return rx.Tuple([StringImm("tirx"), builder.add_func(function, name + suffix)])
-
-
-def add_expected_ours(builder: rx.BlockBuilder, target: tvm.target.Target) -> None:
+def add_expected_ours(builder: rx.BlockBuilder, planned: bool) -> None:
     """The creation function of Llama-3-8B, spelt out."""
     sizes, params = parameters()
-    on_target = () if target.kind.name == "llvm" else (target,)
-    suffix = "_cpu" if target.kind.name == "llvm" else ""
-    window = {"sliding_window_size": 1024} if HAS_LAYER_WINDOW else {}
-    shape = (8, 32, 128, "float16")
 
-    def planned(run: str, plan: str) -> rx.Tuple:
-        functions = [rx.ExternFunc(f"flashinfer.{name}") for name in (run, plan)]
-        return rx.Tuple([StringImm("flashinfer"), *functions])
+    def attention(slot: str, planned: bool, name: str) -> rx.Var:
+        call = rx.call_pure_packed(
+            "flashinfer.cache_slot",
+            StringImm(slot),
+            StringImm('{"rope_scaling": {}, "rotary_dim": 128}'),
+            rx.prim_value(planned),
+            sizes[4],
+            ty_args=rx.AnyType(),
+        )
+        return builder.emit(call, name)
 
     with builder.function(OURS, params, attrs={"num_input": 5}):
         with builder.dataflow():
+            slots = [
+                attention("prefill_ragged", planned, "prefill_ragged"),
+                attention("prefill_paged", planned, "prefill_paged"),
+                attention("decode_paged", planned, "decode_paged"),
+                attention("prefill_paged", False, "prefill_sliding_window"),
+                attention("decode_paged", False, "decode_sliding_window"),
+                attention("tree_paged", False, "tree_paged"),
+                attention("tree_ragged", False, "tree_ragged"),
+            ]
             rotary = builder.emit(
                 rx.call_pure_packed(
                     "flashinfer.bind_split_qkv_rotary",
@@ -72,7 +71,6 @@ def add_expected_ours(builder: rx.BlockBuilder, target: tvm.target.Target) -> No
                     rx.prim_value(1.0),
                     rx.prim_value(128),
                     StringImm("{}"),
-                    sizes[4],
                     ty_args=rx.AnyType(),
                 )
             )
@@ -93,39 +91,7 @@ def add_expected_ours(builder: rx.BlockBuilder, target: tvm.target.Target) -> No
                 rx.op.zeros((), "float16"),
                 rx.ExternFunc("flashinfer.append_paged_kv_cache"),
                 rx.prim_value(0),
-                planned("batch_prefill_ragged_run", "batch_prefill_plan"),
-                planned("batch_prefill_paged_run", "batch_prefill_plan"),
-                planned("batch_decode_run", "batch_decode_plan"),
-                tir(
-                    "tir_attention_prefill_sliding_window",
-                    builder,
-                    suffix,
-                    *shape,
-                    True,
-                    {},
-                    *on_target,
-                    **window,
-                ),
-                tir(
-                    "tir_attention_decode_sliding_window",
-                    builder,
-                    suffix,
-                    *shape,
-                    True,
-                    {},
-                    *on_target,
-                ),
-                tir(
-                    "tir_attention_prefill_with_tree_mask_with_paged_kv_cache",
-                    builder,
-                    suffix,
-                    *shape,
-                    {},
-                    *on_target,
-                ),
-                tir(
-                    "tir_attention_prefill_with_tree_mask", builder, suffix, *shape, {}, *on_target
-                ),
+                *slots,
                 rx.Tuple([]),
                 rx.Tuple([rx.ExternFunc("flashinfer.merge_state_in_place")] * 2),
                 rotary,
@@ -176,7 +142,7 @@ def test_rewrites_to_both_caches(kind: str, generic_module, module_builder, requ
 
     builder = rx.BlockBuilder()
     module_builder[1](builder)
-    add_expected_ours(builder, target)
+    add_expected_ours(builder, planned=kind == "cuda")
     add_expected_tvms(builder, target)
     expected = builder.get()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from types import ModuleType
@@ -11,7 +12,7 @@ import pytest
 import tvm
 from tvm import relax as rx
 from tvm.ir import assert_structural_equal
-from tvm.relax.frontend.nn.llm.kv_cache import AttnKind
+from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
 
 from tvm_flashinfer.relax import DispatchKVCacheCreation, FallbackWarning, StrictModeError
 from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW
@@ -25,16 +26,16 @@ def names(mod: tvm.IRModule) -> set[str]:
 
 
 def test_unsupported_cache_is_tvms_with_reasons(generic_module, cuda) -> None:
-    changes = {"qk_head_dim": 80, "v_head_dim": 80, "rotary_dim": 80}
+    changes = {"qk_head_dim": 72, "v_head_dim": 72, "rotary_dim": 72}
     dispatch = DispatchKVCacheCreation(cuda)
-    with pytest.warns(FallbackWarning, match="head_dim is 80"):
+    with pytest.warns(FallbackWarning, match="head_dim is 72"):
         after = dispatch(generic_module(**changes))
     rx.analysis.well_formed(after)
     assert OURS not in names(after)
     assert TVMS in names(after)
     (row,) = dispatch.report.rows
     assert (row.site, row.slot, row.status) == (OURS, "all", "fallback")
-    assert any("head_dim is 80" in reason for reason in row.reasons)
+    assert any("head_dim is 72" in reason for reason in row.reasons)
     assert "external_mods" not in after.attrs
 
 
@@ -44,22 +45,21 @@ def test_strict_raises_with_reasons(how, generic_module, cuda, monkeypatch) -> N
     if how == "environment":
         monkeypatch.setenv("TVM_FLASHINFER_STRICT", "1")
         strict = None
-    changes = {"rope_scaling": {"rope_type": "yarn"}, "dtype": "float32"}
-    with pytest.raises(StrictModeError, match=r"yarn.*\n.*float32") as caught:
+    changes = {"rope_scaling": {"rope_type": "dynamic"}, "dtype": "float32"}
+    with pytest.raises(StrictModeError, match=r"dynamic.*\n.*float32") as caught:
         DispatchKVCacheCreation(cuda, strict=strict)(generic_module(**changes))
     assert len(caught.value.reasons) == 2
 
 
-def test_strict_objects_to_layers_that_slide(generic_module, llvm) -> None:
-    kinds = ["mha_sliding", "mha"]
-    mod = generic_module(attn_kind=kinds, num_hidden_layers=2)
-    with pytest.raises(StrictModeError, match="slot prefill_sliding_window"):
-        DispatchKVCacheCreation(llvm, strict=True)(mod)
-    assert OURS in names(DispatchKVCacheCreation(llvm)(mod))
-
-
-def test_strict_passes_a_supported_cache(generic_module, llvm) -> None:
-    assert OURS in names(DispatchKVCacheCreation(llvm, strict=True)(generic_module()))
+@pytest.mark.parametrize("kind", ["llvm", "cuda"])
+def test_strict_passes_a_supported_cache(kind, generic_module, request) -> None:
+    """Layers that slide, and trees, are ours too."""
+    target = request.getfixturevalue(kind)
+    mod = generic_module(attn_kind=["mha_sliding", "mha"], num_hidden_layers=2)
+    dispatch = DispatchKVCacheCreation(target, ship="shared", strict=True)
+    assert OURS in names(dispatch(mod))
+    assert len(dispatch.report.rows) == 13
+    assert dispatch.report.fallbacks == []
 
 
 @pytest.fixture
@@ -91,9 +91,48 @@ def test_cuda_is_self_contained_by_default(generic_module, cuda, fake_kernels) -
     (specs,) = fake_kernels
     assert [spec.name for spec in specs] == [
         "common_sm90a",
+        "batch_attention_f16_d128_sm90a",
         "batch_prefill_paged_f16_d128_sm90a",
         "batch_prefill_ragged_f16_d128_sm90a",
-        "batch_decode_f16_d128_sm90a",
+    ]
+
+
+def test_small_groups_need_the_decode_kernel(generic_module, cuda, fake_kernels) -> None:
+    """From 4 query heads per KV head on, decode runs on the prefill kernel."""
+    DispatchKVCacheCreation(cuda)(generic_module(num_attention_heads=24))
+    assert fake_kernels[0][-1].name == "batch_decode_f16_d128_sm90a"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"qk_head_dim": 80, "v_head_dim": 80, "rotary_dim": 80}, "head_dim is 80"),
+        ({"rope_mode": int(RopeMode.INLINE)}, "rope_mode is inline"),
+    ],
+)
+def test_caches_without_plans(changes, reason, generic_module, cuda, fake_kernels) -> None:
+    dispatch = DispatchKVCacheCreation(cuda)
+    after = dispatch(generic_module(**changes))
+    (specs,) = fake_kernels
+    assert [spec.kind for spec in specs] == ["common", "batch_attention"]
+    rows = {row.slot: row for row in dispatch.report.rows}
+    for slot in ("prefill_ragged", "prefill_paged", "decode_paged"):
+        assert rows[slot].kernel == f"flashinfer.bind_attention_{slot}"
+        assert reason in rows[slot].reasons[0]
+    calls = slot_calls(after)
+    assert len(calls) == 7
+    assert not any(call.args[3].value for call in calls)
+
+
+def slot_calls(mod: tvm.IRModule) -> list[rx.Call]:
+    """The calls that give the slots of attention of our cache."""
+    values = [binding.value for block in mod[OURS].body.blocks for binding in block.bindings]
+    return [
+        value
+        for value in values
+        if isinstance(value, rx.Call)
+        and isinstance(value.args[0], rx.ExternFunc)
+        and value.args[0].global_symbol == "flashinfer.cache_slot"
     ]
 
 
@@ -148,3 +187,48 @@ def test_window_of_layers(generic_module, llvm) -> None:
         call = [value for value in values if isinstance(value, rx.Call)][-1]
         assert list(call.args[1].values)[5] == 512
         assert list(call.args[7].values) == [int(AttnKind.MHA_SLIDING), int(AttnKind.MHA)]
+    windows = [json.loads(call.args[2].value).get("layer_window") for call in slot_calls(after)]
+    assert windows == [None, None, None, 512, 512, None, None]
+
+
+def test_no_window_without_layers_that_slide(generic_module, llvm) -> None:
+    """The window slots of such a cache are for the window of the whole cache."""
+    after = DispatchKVCacheCreation(llvm)(generic_module())
+    assert {"layer_window" in call.args[2].value for call in slot_calls(after)} == {False}
+
+
+def test_without_rope_nothing_is_bound(generic_module, llvm) -> None:
+    """Such models leave values that mean nothing."""
+    changes = {"rope_mode": int(RopeMode.NONE), "rotary_dim": -1, "rope_theta": -1}
+    after = DispatchKVCacheCreation(llvm)(generic_module(**changes))
+    assert {call.args[2].value for call in slot_calls(after)} == {"{}"}
+
+
+MLA = {
+    "attn_kind": "mla",
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 1,
+    "qk_head_dim": 576,
+    "v_head_dim": 512,
+    "mla_original_qk_head_dim": 192,
+    "mla_original_v_head_dim": 128,
+    "rope_mode": int(RopeMode.NONE),
+}
+
+
+def test_mla_on_cpu_is_ours_alone(generic_module, llvm) -> None:
+    """TVM has no kernels for it there."""
+    dispatch = DispatchKVCacheCreation(llvm)
+    after = dispatch(generic_module(**MLA))
+    rx.analysis.well_formed(after)
+    assert OURS in names(after)
+    assert TVMS not in names(after)
+    assert [call.args[1].value for call in slot_calls(after)] == ["prefill_ragged", "mla"]
+    assert dispatch.report.fallbacks == []
+
+
+def test_mla_on_cuda_is_tvms(generic_module, cuda) -> None:
+    with pytest.warns(FallbackWarning, match="on CUDA MLA is not served yet"):
+        after = DispatchKVCacheCreation(cuda)(generic_module(**MLA))
+    assert OURS not in names(after)
+    assert TVMS in names(after)

@@ -9,6 +9,19 @@ from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm_flashinfer.relax import parse_generic_call, unsupported_reasons
 from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+}
+INLINE = int(RopeMode.INLINE)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -35,6 +48,12 @@ def reasons_of(mod, target, window: int = 1024) -> list[str]:
         {"rope_scaling": {"rope_type": "gptj"}},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"rope_scaling": {"rope_type": "default"}},
+        {"rope_scaling": YARN},
+        {"rope_scaling": LONGROPE, "rope_ext_factors": [1.0] * 128},
+        {"qk_head_dim": 80, "v_head_dim": 80, "rotary_dim": 80},
+        {"qk_head_dim": 192, "v_head_dim": 192, "rotary_dim": 192},
+        {"rope_mode": INLINE},
+        {"rope_mode": INLINE, "rope_scaling": LLAMA3, "rotary_dim": 64},
         # As in TVM, a scaling without "rope_type" is none.
         {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
         {"num_attention_heads": 24},
@@ -50,18 +69,25 @@ def test_supported(changes, kind, generic_module, request) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"attn_kind": "mla"}, "MLA is not served yet"),
         ({"num_attention_heads": 31}, "num_attention_heads is 31"),
         ({"v_head_dim": 64}, "v_head_dim is 64 and qk_head_dim is 128"),
-        ({"rope_mode": int(RopeMode.INLINE)}, "rope_mode is inline"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' lacks factor"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "yarn needs one above 1"),
+        ({"rope_scaling": LONGROPE}, "rope_ext_factors are not given"),
+        (
+            {"rope_scaling": LONGROPE, "rope_ext_factors": [1.0] * 128, "rope_mode": INLINE},
+            "normal mode only",
+        ),
+        (
+            {"rope_mode": INLINE, "attn_kind": ["mha_sliding", "mha"], "num_hidden_layers": 2},
+            "some layers slide",
+        ),
         ({"rope_scaling": {"rope_type": "llama4"}}, "'llama4'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0"),
         ({"rotary_dim": 63}, "rotary_dim is 63"),
         ({"rotary_dim": 130}, "rotary_dim is 130"),
-        ({"rope_ext_factors": [1.0]}, "rope_ext_factors are given"),
+        ({"rope_ext_factors": [1.0]}, "the RoPE scaling is 'default'"),
         ({"enable_disaggregation": True}, "enable_disaggregation is set"),
         ({"dtype": "float8_e4m3fn"}, "the dtype is float8_e4m3fn"),
     ],
@@ -72,17 +98,33 @@ def test_one_reason(changes, expected, kind, generic_module, request) -> None:
     assert expected in reason
 
 
+MLA = {"attn_kind": "mla", "qk_head_dim": 576, "v_head_dim": 512, "num_key_value_heads": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"dtype": "float32"}, "the dtype is float32"),
-        ({"qk_head_dim": 80, "v_head_dim": 80, "rotary_dim": 80}, "head_dim is 80"),
+        ({"qk_head_dim": 72, "v_head_dim": 72, "rotary_dim": 72}, "head_dim is 72"),
+        (MLA, "on CUDA MLA is not served yet"),
     ],
 )
 def test_only_the_cpu_serves(changes, expected, generic_module, cuda, llvm) -> None:
     mod = generic_module(**changes)
     assert reasons_of(mod, llvm) == []
     (reason,) = reasons_of(mod, cuda)
+    assert expected in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"attn_kind": ["mla", "mha"], "num_hidden_layers": 2}, "beside other kinds"),
+        ({"v_head_dim": 640}, "v_head_dim is 640 and qk_head_dim is 576"),
+    ],
+)
+def test_mla_that_is_none(changes, expected, generic_module, llvm) -> None:
+    (reason,) = reasons_of(generic_module(**{**MLA, **changes}), llvm)
     assert expected in reason
 
 

@@ -112,6 +112,21 @@ class PagedKVCacheConfig:
         return self.attn_kind
 
     @property
+    def is_mla(self) -> bool:
+        """Whether some layer is multi-head latent attention."""
+        return "mla" in self.layer_kinds
+
+    @property
+    def has_sliding_layers(self) -> bool:
+        """Whether some layer has a window of its own."""
+        return "mha_sliding" in self.layer_kinds
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the cache applies RoPE; models with MLA and models without RoPE do not ask it."""
+        return self.rope_mode != RopeMode.NONE and not self.is_mla
+
+    @property
     def rope_type(self) -> str:
         """The type of the scaling of the frequencies, ``"default"`` when there is none.
 

@@ -56,7 +56,8 @@ class DispatchKVCacheCreation:
     ``create_paged_kv_cache`` becomes ``create_flashinfer_paged_kv_cache``, whose cache runs on
     ``flashinfer.*``, and ``create_tir_paged_kv_cache``, whose cache runs on TVM's kernels; the
     runtime of MLC LLM takes the first one unless the model slides its window globally. A cache that
-    cannot be served gets the second one only. All other functions stay the same objects.
+    cannot be served gets the second one only, and one that TVM has no kernels for (MLA on CPU,
+    longrope) the first. All other functions stay the same objects.
 
     The module gets a report, as an attribute and as the function ``flashinfer_report``.
 
@@ -125,7 +126,8 @@ class DispatchKVCacheCreation:
         for site in sites:
             if site in served:
                 _add_creation(builder, site, "flashinfer", target, creation_call)
-            _add_creation(builder, site, "tir", target, _tir_creation_call)
+            if site not in served or _tvm_serves(site.config, target):
+                _add_creation(builder, site, "tir", target, _tir_creation_call)
         new_mod = _with_distinct_symbols(builder.get(), mod)
         if modules:
             attached = list((mod.attrs or {}).get("external_mods", []))
@@ -260,6 +262,16 @@ def _with_distinct_symbols(mod: tvm.IRModule, earlier: tvm.IRModule) -> tvm.IRMo
 
 def _symbol(function: tvm.ir.BaseFunc) -> str | None:
     return (function.attrs or {}).get("global_symbol")
+
+
+def _tvm_serves(config: PagedKVCacheConfig, target: Target) -> bool:
+    """Return whether TVM can make the cache on its own kernels.
+
+    It has none of MLA on CPU, and its rotation by longrope does not parse, in 0.26 as in 0.27.
+    """
+    if config.is_mla:
+        return target.kind.name != "llvm"
+    return config.rope_type != "longrope"
 
 
 def _tir_creation_call(config: PagedKVCacheConfig, target: Target) -> rx.Call:

@@ -8,7 +8,6 @@ from typing import Any
 
 from tvm import relax as rx
 from tvm import tirx
-from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, PagedKVCache, RopeMode
 from tvm.target import Target
 
@@ -17,14 +16,18 @@ from tvm_flashinfer.relax._compat import DEFAULT_LAYER_WINDOW, HAS_LAYER_WINDOW,
 from tvm_flashinfer.relax.config import PagedKVCacheConfig
 from tvm_flashinfer.relax.report import CompileReport
 from tvm_flashinfer.relax.ship import external_modules, resolve_ship
-from tvm_flashinfer.relax.support import UnsupportedConfigError, unsupported_reasons
+from tvm_flashinfer.relax.support import (
+    UnsupportedConfigError,
+    unplanned_reasons,
+    unsupported_reasons,
+)
 
 #: TVM's function that makes the cache object.
 CREATE_SYMBOL = "vm.builtin.paged_attention_kv_cache_create"
 
 
 class FlashInferPagedKVCache(PagedKVCache):
-    """A paged KV cache of multi-head attention that runs on ``flashinfer.*``, on CUDA and on CPU.
+    """A paged KV cache that runs on ``flashinfer.*``, on CUDA and on CPU.
 
     It takes the arguments of TVM's class of the same name and stands where that one does. It is
     made while a `relax.BlockBuilder` builds the function that creates the cache.
@@ -54,9 +57,6 @@ class FlashInferPagedKVCache(PagedKVCache):
     ------
     UnsupportedConfigError
         When no kernel serves the configuration. It carries the reasons.
-    ValueError
-        At the creation of the cache, when the run-time size ``support_sliding_window`` is not 0:
-        such a cache applies RoPE inside attention, and these kernels take keys that have it.
     """
 
     def __init__(
@@ -127,8 +127,7 @@ class FlashInferPagedKVCache(PagedKVCache):
 def creation_call(config: PagedKVCacheConfig, target: Target) -> rx.Call:
     """Return the call that makes our cache, for the function that a `BlockBuilder` is building.
 
-    Bindings that it needs are emitted there, and TVM's kernels for the slots that have none of ours
-    are added to the module. Support is not checked, and no kernel is built.
+    Bindings that it needs are emitted there. Support is not checked, and no kernel is built.
 
     Parameters
     ----------
@@ -148,6 +147,8 @@ def creation_call(config: PagedKVCacheConfig, target: Target) -> rx.Call:
             "`with builder.function(...)` or in a method of an nn.Module that is being exported"
         )
     window = [config.layer_sliding_window_size] if HAS_LAYER_WINDOW else []
+    # TVM takes factors in normal mode only, and those of a model without RoPE mean nothing.
+    has_factors = config.rotates and config.rope_ext_factors is not None
     return rx.call_pure_packed(
         CREATE_SYMBOL,
         rx.ShapeExpr(
@@ -170,88 +171,90 @@ def creation_call(config: PagedKVCacheConfig, target: Target) -> rx.Call:
         rx.prim_value(config.rope_mode),
         rx.prim_value(config.rope_scale),
         rx.prim_value(config.rope_theta),
-        rx.prim_value(0) if config.rope_ext_factors is None else config.rope_ext_factors,
+        config.rope_ext_factors if has_factors else rx.prim_value(0),
         rx.op.zeros((), config.dtype),
-        _function(slots.APPEND),
-        # The runtime takes anything that is not a function for "no MLA cache".
-        rx.prim_value(0),
-        _planned(slots.PREFILL_RAGGED),
-        _planned(slots.PREFILL_PAGED),
-        _planned(slots.DECODE_PAGED),
-        *_tir_slots(builder, config, target),
-        rx.Tuple([]),
+        *_appends(config),
+        *_attention_slots(builder, config, target),
         # The second one merges what a model computed with `self_attention` and `cross_attention`.
         rx.Tuple([_function(slots.MERGE_STATE), _function(slots.MERGE_STATE)]),
         builder.emit(_bound_rotary(config), "split_rotary"),
-        _function(slots.COPY_PAGE),
-        _function(slots.DEBUG_GET_KV),
+        _function(slots.COPY_PAGE_MLA if config.is_mla else slots.COPY_PAGE),
+        _function(slots.DEBUG_GET_KV_MLA if config.is_mla else slots.DEBUG_GET_KV),
         _function(slots.COMPACT_COPY),
         ty_args=rx.AnyType(),
     )
 
 
 def _function(slot: slots.Slot) -> rx.ExternFunc:
-    return rx.ExternFunc(f"flashinfer.{slot.run}")
+    return rx.ExternFunc(f"flashinfer.{slot.function}")
 
 
-def _planned(slot: slots.Slot) -> rx.Tuple:
-    plan = rx.ExternFunc(f"flashinfer.{slot.plan}")
-    return rx.Tuple([StringImm("flashinfer"), _function(slot), plan])
+def _appends(config: PagedKVCacheConfig) -> tuple[rx.Expr, rx.Expr]:
+    """Return the functions that append, of MHA and of MLA."""
+    # The runtime takes anything that is not a function for "there is none".
+    if config.is_mla:
+        return rx.prim_value(0), _function(slots.APPEND_MLA)
+    return _function(slots.APPEND), rx.prim_value(0)
+
+
+def _rope_settings(config: PagedKVCacheConfig) -> dict[str, Any]:
+    """Return what TVM does not pass to functions that rotate, but for theta and scale."""
+    if not config.rotates:
+        return {}
+    scaling = {} if config.rope_type == "default" else dict(config.rope_scaling)
+    return {"rotary_dim": config.rotary_dim, "rope_scaling": scaling}
+
+
+def _attention_slots(
+    builder: rx.BlockBuilder, config: PagedKVCacheConfig, target: Target
+) -> list[rx.Expr]:
+    """Emit the calls that give the attention slots, and return the slots in TVM's order.
+
+    Whether sequences may slide is known when the cache is created, and TVM then rotates inside
+    attention, which it does not tell functions that have a plan. So the native library chooses
+    there. TVM never plans for the slots of windows, nor for those of trees.
+    """
+    can_plan = not unplanned_reasons(config, target)
+    rope = _rope_settings(config)
+    window = {}
+    if config.has_sliding_layers:
+        window["layer_window"] = config.layer_sliding_window_size
+
+    def made(slot: slots.Slot) -> rx.Var:
+        options = {**rope, **window} if slot in slots.WINDOW_SLOTS else rope
+        call = rx.call_pure_packed(
+            f"flashinfer.{slots.CACHE_SLOT}",
+            StringImm(slot.attention),
+            StringImm(json.dumps(options, sort_keys=True)),
+            rx.prim_value(can_plan and bool(slot.planned)),
+            rx.prim_value(config.support_sliding_window),
+            ty_args=rx.AnyType(),
+        )
+        return builder.emit(call, slot.name)
+
+    empty = rx.Tuple([])
+    if config.is_mla:
+        # Ragged queries, keys and values are those before compression; their shapes tell so.
+        others = len(slots.ATTENTION_SLOTS) - 1
+        return [made(slots.PREFILL_RAGGED), *[empty] * others, made(slots.MLA)]
+    return [*(made(slot) for slot in slots.ATTENTION_SLOTS), empty]
 
 
 def _bound_rotary(config: PagedKVCacheConfig) -> rx.Call:
     """Return the call that gives the split-and-rotate function of this model.
 
-    The cache passes neither theta nor scale to it, so they are bound when the cache is made. The
-    same call refuses a cache that may slide: what it returns is a slot of the cache, which keeps
-    the check from being removed as dead code.
+    The cache passes neither theta nor scale to it, so they are bound when the cache is made.
     """
     theta, scale = float(config.rope_theta), float(config.rope_scale)
-    rotary_dim = config.rotary_dim
-    scaling = {} if config.rope_type == "default" else dict(config.rope_scaling)
-    if config.rope_mode == RopeMode.NONE:
+    rope = _rope_settings(config)
+    if not rope:
         # Never applied, and models without RoPE leave values here that mean nothing, such as -1.
-        theta, scale, rotary_dim, scaling = 10000.0, 1.0, config.qk_head_dim, {}
+        theta, scale, rope = 10000.0, 1.0, {"rotary_dim": 2, "rope_scaling": {}}
     return rx.call_pure_packed(
-        f"flashinfer.{slots.SPLIT_ROTARY.run}",
+        f"flashinfer.{slots.SPLIT_ROTARY.function}",
         rx.prim_value(theta),
         rx.prim_value(scale),
-        rx.prim_value(rotary_dim),
-        StringImm(json.dumps(scaling, sort_keys=True)),
-        rx.prim_value(config.support_sliding_window),
+        rx.prim_value(rope["rotary_dim"]),
+        StringImm(json.dumps(rope["rope_scaling"], sort_keys=True)),
         ty_args=rx.AnyType(),
     )
-
-
-def _tir_slots(
-    builder: rx.BlockBuilder, config: PagedKVCacheConfig, target: Target
-) -> list[rx.Tuple]:
-    """Return the four slots that TVM's own kernels fill: windows and token trees.
-
-    TVM's builder for CPU gives the two tree functions in the wrong order; the runtime wants the
-    paged one first, as here.
-    """
-    shape = (config.num_key_value_heads, config.num_attention_heads, config.qk_head_dim)
-    # These kernels can apply RoPE themselves, which our cache never asks of them. They get the
-    # scaling all the same: so they equal those of TVM's cache, and the module has them once.
-    scaling = config.tvm_rope_scaling
-    window = {"sliding_window_size": config.layer_sliding_window_size} if HAS_LAYER_WINDOW else {}
-    if target.kind.name == "llvm":
-        suffix, on_target = "_cpu", ()
-    else:
-        suffix, on_target = "", (target,)
-
-    def kernel(factory: str, *args: Any, **kwargs: Any) -> tirx.PrimFunc:
-        make = getattr(tvm_kv_cache, factory + suffix)
-        return make(*shape, config.dtype, *args, scaling, *on_target, **kwargs)
-
-    kernels = {
-        slots.PREFILL_WINDOW: kernel("_attention_prefill", True, **window),
-        slots.DECODE_WINDOW: kernel("_attention_decode", True),
-        slots.TREE_PAGED: kernel("tree_attn_with_paged_kv_cache"),
-        slots.TREE_RAGGED: kernel("tree_attn"),
-    }
-    return [
-        rx.Tuple([StringImm("tirx"), builder.add_func(function, slot.tir + suffix)])
-        for slot, function in kernels.items()
-    ]

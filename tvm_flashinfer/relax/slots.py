@@ -8,10 +8,7 @@ from tvm.target import Target
 
 from tvm_flashinfer.relax.config import PagedKVCacheConfig
 from tvm_flashinfer.relax.report import FALLBACK, NATIVE, ReportRow
-from tvm_flashinfer.relax.support import target_archs
-
-#: Query heads per KV head from which TVM decodes through the paged prefill slot.
-DECODE_BY_PREFILL_RATIO = 4
+from tvm_flashinfer.relax.support import DECODE_BY_PREFILL_RATIO, target_archs, unplanned_reasons
 
 
 @dataclass(frozen=True)
@@ -22,51 +19,48 @@ class Slot:
     ----------
     name : str
         What it computes.
-    run : str
-        The packed function, without the ``flashinfer.`` in front; empty when there is none of ours.
-    plan : str
-        The packed function that plans on the host before it, if there is one.
-    tir : str
-        TVM's function that stands in for a missing one of ours.
-    reason : str
-        Why there is none of ours.
+    function : str
+        The packed function, without the ``flashinfer.`` in front. Of attention, the one that
+        returns the function that is called without a plan.
+    attention : str
+        What ``flashinfer.cache_slot`` calls the slot; empty where there is no attention.
+    planned : str
+        The packed function that TVM calls after a plan on the host, if there is one.
     """
 
     name: str
-    run: str = ""
-    plan: str = ""
-    tir: str = ""
-    reason: str = ""
+    function: str
+    attention: str = ""
+    planned: str = ""
 
 
-_NO_WINDOW = "sliding windows of single layers have no native kernel yet"
-_NO_TREE = "token trees (speculative decoding) have no native kernel yet"
+def _attention(name: str, attention: str, planned: str = "") -> Slot:
+    return Slot(name, f"bind_attention_{attention}", attention, planned)
+
+
+#: Gives TVM the functions of an attention slot when the cache is created.
+CACHE_SLOT = "cache_slot"
 
 APPEND = Slot("append", "append_paged_kv_cache")
-PREFILL_RAGGED = Slot("prefill_ragged", "batch_prefill_ragged_run", "batch_prefill_plan")
-PREFILL_PAGED = Slot("prefill_paged", "batch_prefill_paged_run", "batch_prefill_plan")
-DECODE_PAGED = Slot("decode_paged", "batch_decode_run", "batch_decode_plan")
-PREFILL_WINDOW = Slot(
-    "prefill_sliding_window", tir="tir_attention_prefill_sliding_window", reason=_NO_WINDOW
-)
-DECODE_WINDOW = Slot(
-    "decode_sliding_window", tir="tir_attention_decode_sliding_window", reason=_NO_WINDOW
-)
-TREE_PAGED = Slot(
-    "tree_paged",
-    tir="tir_attention_prefill_with_tree_mask_with_paged_kv_cache",
-    reason=_NO_TREE,
-)
-TREE_RAGGED = Slot("tree_ragged", tir="tir_attention_prefill_with_tree_mask", reason=_NO_TREE)
+APPEND_MLA = Slot("append", "append_paged_mla_kv_cache")
+PREFILL_RAGGED = _attention("prefill_ragged", "prefill_ragged", "batch_prefill_ragged_run")
+PREFILL_PAGED = _attention("prefill_paged", "prefill_paged", "batch_prefill_paged_run")
+DECODE_PAGED = _attention("decode_paged", "decode_paged", "batch_decode_run")
+PREFILL_WINDOW = _attention("prefill_sliding_window", "prefill_paged")
+DECODE_WINDOW = _attention("decode_sliding_window", "decode_paged")
+TREE_PAGED = _attention("tree_paged", "tree_paged")
+TREE_RAGGED = _attention("tree_ragged", "tree_ragged")
+MLA = _attention("mla", "mla")
 MERGE_STATE = Slot("merge_state", "merge_state_in_place")
 SPLIT_ROTARY = Slot("split_rotary", "bind_split_qkv_rotary")
 COPY_PAGE = Slot("copy_page", "copy_single_page")
+COPY_PAGE_MLA = Slot("copy_page", "copy_single_page_mla")
 DEBUG_GET_KV = Slot("debug_get_kv", "debug_get_kv")
+DEBUG_GET_KV_MLA = Slot("debug_get_kv", "debug_get_kv_mla")
 COMPACT_COPY = Slot("compact_copy", "compact_kv_copy")
 
-#: All slots that a cache of multi-head attention fills, in the order of TVM's arguments.
-SLOTS = (
-    APPEND,
+#: Attention slots of multi-head attention, in the order of TVM's arguments.
+ATTENTION_SLOTS = (
     PREFILL_RAGGED,
     PREFILL_PAGED,
     DECODE_PAGED,
@@ -74,6 +68,15 @@ SLOTS = (
     DECODE_WINDOW,
     TREE_PAGED,
     TREE_RAGGED,
+)
+
+#: The two of them whose pages are a window: of the layers that slide, or of the whole cache.
+WINDOW_SLOTS = (PREFILL_WINDOW, DECODE_WINDOW)
+
+#: All slots that a cache of multi-head attention fills, in the order of TVM's arguments.
+SLOTS = (
+    APPEND,
+    *ATTENTION_SLOTS,
     MERGE_STATE,
     SPLIT_ROTARY,
     COPY_PAGE,
@@ -81,8 +84,8 @@ SLOTS = (
     COMPACT_COPY,
 )
 
-#: Slots that only layers of kind ``mha_sliding`` reach.
-WINDOW_SLOTS = (PREFILL_WINDOW, DECODE_WINDOW)
+#: All slots that a model with MLA reaches.
+MLA_SLOTS = (APPEND_MLA, PREFILL_RAGGED, MLA, MERGE_STATE, COPY_PAGE_MLA, DEBUG_GET_KV_MLA)
 
 
 def arch_text(target: Target) -> str:
@@ -95,21 +98,21 @@ def arch_text(target: Target) -> str:
 def native_rows(config: PagedKVCacheConfig, target: Target, site: str) -> list[ReportRow]:
     """Return the report of a cache that is ours: a row for each slot that the model can reach."""
     arch = arch_text(target)
+    unplanned = unplanned_reasons(config, target)
     rows = []
-    for slot in SLOTS:
-        if slot in WINDOW_SLOTS and "mha_sliding" not in config.layer_kinds:
-            continue
-        if not slot.run:
-            tir = slot.tir + ("_cpu" if target.kind.name == "llvm" else "")
-            rows.append(ReportRow(site, slot.name, FALLBACK, tir, arch, (slot.reason,)))
-            continue
-        kernel, notes = slot.run, ()
-        if slot is DECODE_PAGED and config.head_ratio >= DECODE_BY_PREFILL_RATIO:
-            kernel = PREFILL_PAGED.run
-            notes = (
-                f"there are {config.head_ratio} query heads per KV head; from "
-                f"{DECODE_BY_PREFILL_RATIO} on TVM decodes through the paged prefill slot",
-            )
+    for slot in MLA_SLOTS if config.is_mla else SLOTS:
+        kernel, notes = slot.function, ()
+        if slot.planned and not unplanned:
+            kernel = slot.planned
+            notes = (f"created with support_sliding_window 1: flashinfer.{slot.function}",)
+            if slot is DECODE_PAGED and config.head_ratio >= DECODE_BY_PREFILL_RATIO:
+                kernel = PREFILL_PAGED.planned
+                notes += (
+                    f"there are {config.head_ratio} query heads per KV head; from "
+                    f"{DECODE_BY_PREFILL_RATIO} on TVM decodes through the paged prefill slot",
+                )
+        elif slot.planned and target.kind.name == "cuda":
+            notes = tuple(unplanned)
         rows.append(ReportRow(site, slot.name, NATIVE, f"flashinfer.{kernel}", arch, notes))
     return rows
 

@@ -7,7 +7,6 @@ import os
 import tvm_ffi
 
 from tvm_flashinfer.relax.report import FALLBACK, ReportRow
-from tvm_flashinfer.relax.slots import TREE_PAGED, TREE_RAGGED
 from tvm_flashinfer.relax.support import UnsupportedConfigError
 
 
@@ -28,14 +27,10 @@ def strict_mode(strict: bool | None = None) -> bool:
 
 
 def strict_violations(rows: list[ReportRow]) -> list[str]:
-    """Return what strict mode objects to: one sentence for each fallback that the model runs into.
-
-    Tree slots are left out. Only speculative decoding reaches them, which is chosen at run time.
-    """
-    trees = (TREE_PAGED.name, TREE_RAGGED.name)
+    """Return what strict mode objects to: one sentence for each reason of each fallback."""
     return [
         f"{row.site}, slot {row.slot}: {reason}"
         for row in rows
-        if row.status == FALLBACK and row.slot not in trees
+        if row.status == FALLBACK
         for reason in row.reasons
     ]

@@ -34,7 +34,12 @@ ROPE_TYPES = {
         "high_freq_factor",
         "original_max_position_embeddings",
     ),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    "longrope": ("max_position_embeddings", "original_max_position_embeddings"),
 }
+
+#: Query heads per KV head from which TVM decodes through a paged prefill slot that has a plan.
+DECODE_BY_PREFILL_RATIO = 4
 
 
 @tvm_ffi.register_error
@@ -95,14 +100,43 @@ def target_archs(target: Target) -> tuple[str, ...]:
     return kernel_spec.parse_archs(named)
 
 
+def unplanned_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
+    """Return why no slot of a cache has a plan on the host; none when the slots that can have one.
+
+    FlashInfer's kernels need a plan and are the faster ones. The functions without one serve more.
+    """
+    if target.kind.name != "cuda":
+        return ["on CPU nothing needs a plan"]
+    reasons = []
+    if config.rope_mode == RopeMode.INLINE:
+        # TVM does not tell functions that have a plan to rotate.
+        reasons.append("rope_mode is inline; kernels with a plan take keys that are rotated")
+    if config.qk_head_dim not in kernel_spec.HEAD_DIMS:
+        planned = ", ".join(map(str, kernel_spec.HEAD_DIMS))
+        reasons.append(f"head_dim is {config.qk_head_dim}; kernels with a plan have {planned}")
+    return reasons
+
+
 def kernel_specs(config: PagedKVCacheConfig, target: Target) -> list[kernel_spec.KernelSpec]:
     """Return the kernels that a CUDA model with this cache needs in its library."""
-    return kernel_spec.attention_specs([config.dtype], [config.qk_head_dim], target_archs(target))
+    archs = target_archs(target)
+    kinds = ["batch_attention"]
+    if not unplanned_reasons(config, target):
+        kinds += ["batch_prefill_paged", "batch_prefill_ragged"]
+        if config.head_ratio < DECODE_BY_PREFILL_RATIO:
+            kinds.append("batch_decode")
+    return [
+        kernel_spec.KernelSpec("common", archs=archs),
+        *(
+            kernel_spec.KernelSpec(kind, config.dtype, config.qk_head_dim, archs=archs)
+            for kind in kinds
+        ),
+    ]
 
 
 def _attn_kind(config: PagedKVCacheConfig) -> list[str]:
-    if "mla" in config.layer_kinds:
-        return ["attn_kind is 'mla'; MLA is not served yet"]
+    if config.is_mla and set(config.layer_kinds) != {"mla"}:
+        return ["attn_kind has 'mla' beside other kinds; TVM's cache has pages of one form"]
     return []
 
 
@@ -117,7 +151,14 @@ def _heads(config: PagedKVCacheConfig) -> list[str]:
 
 
 def _head_dims(config: PagedKVCacheConfig) -> list[str]:
-    if "mla" in config.layer_kinds or config.v_head_dim == config.qk_head_dim:
+    if config.is_mla:
+        if 0 < config.v_head_dim <= config.qk_head_dim:
+            return []
+        return [
+            f"v_head_dim is {config.v_head_dim} and qk_head_dim is {config.qk_head_dim}; the value "
+            "of MLA is the first part of its key"
+        ]
+    if config.v_head_dim == config.qk_head_dim:
         return []
     return [
         f"v_head_dim is {config.v_head_dim} and qk_head_dim is {config.qk_head_dim}; TVM's cache "
@@ -126,28 +167,36 @@ def _head_dims(config: PagedKVCacheConfig) -> list[str]:
 
 
 def _rope_mode(config: PagedKVCacheConfig) -> list[str]:
-    if config.rope_mode == RopeMode.INLINE:
-        return [
-            "rope_mode is inline; the kernels take keys that have their positions applied, which "
-            "is the normal mode"
-        ]
-    return []
+    if config.rope_mode != RopeMode.INLINE or not config.has_sliding_layers:
+        return []
+    if (config.rope_theta, config.rope_scale) == (10000, 1):
+        return []
+    return [
+        f"rope_mode is inline, rope_theta is {config.rope_theta}, rope_scale is "
+        f"{config.rope_scale}, and some layers slide; TVM's cache rotates the pages of those with "
+        "theta 10000 and scale 1, and their new tokens with the model's"
+    ]
 
 
 def _rope_scaling(config: PagedKVCacheConfig) -> list[str]:
-    if config.rope_mode != RopeMode.NORMAL:
+    if not config.rotates:
         return []
-    if config.rope_type not in ROPE_TYPES:
+    kind = config.rope_type
+    if kind not in ROPE_TYPES:
         served = ", ".join(ROPE_TYPES)
-        return [f"the RoPE scaling is {config.rope_type!r}; {served} are served so far"]
-    missing = [key for key in ROPE_TYPES[config.rope_type] if key not in config.rope_scaling]
+        return [f"the RoPE scaling is {kind!r}; {served} are served so far"]
+    missing = [key for key in ROPE_TYPES[kind] if key not in config.rope_scaling]
     if missing:
-        return [f"rope_scaling of type {config.rope_type!r} lacks {', '.join(missing)}"]
+        return [f"rope_scaling of type {kind!r} lacks {', '.join(missing)}"]
+    if kind == "yarn" and config.rope_theta <= 1:
+        return [f"rope_theta is {config.rope_theta}; yarn needs one above 1"]
+    if kind == "longrope" and config.rope_mode == RopeMode.INLINE:
+        return ["rope_mode is inline; TVM's cache has factors of longrope in normal mode only"]
     return []
 
 
 def _rope_numbers(config: PagedKVCacheConfig) -> list[str]:
-    if config.rope_mode != RopeMode.NORMAL:
+    if not config.rotates:
         return []
     reasons = []
     for name in ("rope_theta", "rope_scale"):
@@ -158,7 +207,7 @@ def _rope_numbers(config: PagedKVCacheConfig) -> list[str]:
 
 
 def _rotary_dim(config: PagedKVCacheConfig) -> list[str]:
-    if config.rope_mode != RopeMode.NORMAL:
+    if not config.rotates:
         return []
     if 0 < config.rotary_dim <= config.qk_head_dim and config.rotary_dim % 2 == 0:
         return []
@@ -169,10 +218,18 @@ def _rotary_dim(config: PagedKVCacheConfig) -> list[str]:
 
 
 def _rope_ext_factors(config: PagedKVCacheConfig) -> list[str]:
-    absent = config.rope_ext_factors
-    if absent is None or (isinstance(absent, int | IntImm) and int(absent) == 0):
+    if not config.rotates:
         return []
-    return ["rope_ext_factors are given (longrope); they are not served yet"]
+    factors = config.rope_ext_factors
+    absent = factors is None or (isinstance(factors, int | IntImm) and int(factors) == 0)
+    if absent and config.rope_type == "longrope":
+        return ["the RoPE scaling is 'longrope' and rope_ext_factors are not given"]
+    if not absent and config.rope_type != "longrope":
+        return [
+            f"rope_ext_factors are given and the RoPE scaling is {config.rope_type!r}; they belong "
+            "to 'longrope'"
+        ]
+    return []
 
 
 def _disaggregation(config: PagedKVCacheConfig) -> list[str]:
@@ -200,6 +257,8 @@ def _cpu_reasons(config: PagedKVCacheConfig) -> list[str]:
 
 
 def _cuda_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
+    if config.is_mla:
+        return ["attn_kind is 'mla'; on CUDA MLA is not served yet"]
     # The value head_dim is checked above, so that the sentence names the model's own argument.
     return [
         reason

@@ -16,11 +16,17 @@ from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm.target import Target
 
 from tvm_flashinfer.hooks import SUPPORTED_TVM
-from tvm_flashinfer.kernels.spec import ARCHS, DTYPES, HEAD_DIMS
+from tvm_flashinfer.kernels.spec import ARCHS, DEVICE_SCHEDULED_HEAD_DIMS, DTYPES, HEAD_DIMS
 from tvm_flashinfer.relax.config import ATTN_KINDS, PagedKVCacheConfig
-from tvm_flashinfer.relax.report import NATIVE, ReportRow
-from tvm_flashinfer.relax.slots import DECODE_BY_PREFILL_RATIO, DECODE_PAGED, SLOTS, native_rows
-from tvm_flashinfer.relax.support import CPU_DTYPES, ROPE_TYPES, TARGETS, unsupported_reasons
+from tvm_flashinfer.relax.report import NATIVE
+from tvm_flashinfer.relax.slots import DECODE_PAGED, MLA, MLA_SLOTS, SLOTS, native_rows
+from tvm_flashinfer.relax.support import (
+    CPU_DTYPES,
+    DECODE_BY_PREFILL_RATIO,
+    ROPE_TYPES,
+    TARGETS,
+    unsupported_reasons,
+)
 
 #: The lines between which a file has the tables.
 BEGIN = "<!-- support table -->"
@@ -28,9 +34,6 @@ END = "<!-- end of support table -->"
 
 #: Names of the kinds of target, in the order of the columns.
 _COLUMNS = {"llvm": "CPU", "cuda": "CUDA"}
-
-#: Tokens of a page that TVM's own kernels are compiled for; their tree kernels take no other.
-_TVM_PAGE_SIZE = 16
 
 #: A cache that both targets serve; rows are asked for with one of its fields changed.
 _SERVED = PagedKVCacheConfig(
@@ -116,18 +119,21 @@ def split_at_markers(text: str) -> tuple[str, str]:
 
 
 def _properties() -> str:
-    pages = f"any; {_TVM_PAGE_SIZE} where a slot on TVM's kernels is used"
     heads = "any multiple of the KV heads"
-    rope = ", ".join(_code(ROPE_TYPES))
+    head_dims = (
+        f"{', '.join(map(str, HEAD_DIMS))}; without plans also "
+        f"{', '.join(str(dim) for dim in DEVICE_SCHEDULED_HEAD_DIMS if dim not in HEAD_DIMS)}"
+    )
     versions = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED_TVM)
     rows = [
         ("dtypes of the cache", ", ".join(CPU_DTYPES), ", ".join(DTYPES)),
-        ("head dimensions", "any", ", ".join(map(str, HEAD_DIMS))),
+        ("head dimensions", "any", head_dims),
         ("query heads", heads, heads),
-        ("tokens of a page", pages, pages),
+        ("tokens of a page", "any", "any"),
         ("kinds of layers", *(", ".join(_code(_kinds(kind))) for kind in _COLUMNS)),
         ("RoPE modes", *(", ".join(_rope_modes(kind)) for kind in _COLUMNS)),
-        ("RoPE scaling", rope, rope),
+        ("RoPE scaling", *(", ".join(_code(_rope_types(kind))) for kind in _COLUMNS)),
+        ("sliding window", *["of layers, and of the whole cache with attention sinks"] * 2),
         ("architectures", "any; AVX2 and AVX-512 are used on x86-64", ", ".join(ARCHS)),
         ("apache-tvm", versions, versions),
     ]
@@ -135,29 +141,31 @@ def _properties() -> str:
 
 
 def _slots() -> str:
-    config = replace(_SERVED, attn_kind="mha_sliding")
-    columns = [
-        {row.slot: row for row in native_rows(config, _target(kind), "")} for kind in _COLUMNS
-    ]
-    rows = []
-    for slot in SLOTS:
-        function = f"`flashinfer.{slot.run}`" if slot.run else f"`{slot.tir}`"
-        rows.append(
-            (f"`{slot.name}`", function, *(_holder(column[slot.name]) for column in columns))
-        )
-    return _table(("slot of the KV cache", "function", *_COLUMNS.values()), rows)
+    """Return which function holds each slot, of a cache that gets plans where there are any."""
+    columns = [_kernels(kind, "mha") for kind in _COLUMNS]
+    rows = [(f"`{slot.name}`", *(column[slot.name] for column in columns)) for slot in SLOTS]
+    by_kind = {kind: _kernels(kind, "mla") if "mla" in _kinds(kind) else {} for kind in _COLUMNS}
+    for slot in MLA_SLOTS:
+        if slot not in SLOTS:
+            name = f"`{slot.name}`" if slot is MLA else f"`{slot.name}` of MLA"
+            rows.append((name, *(column.get(slot.name, "") for column in by_kind.values())))
+    return _table(("slot of the KV cache", *_COLUMNS.values()), rows)
+
+
+def _kernels(target_kind: str, attn_kind: str) -> dict[str, str]:
+    """Return what holds each slot, by the name of the slot."""
+    rows = native_rows(replace(_SERVED, attn_kind=attn_kind), _target(target_kind), "")
+    return {row.slot: f"`{row.kernel}`" if row.status == NATIVE else "TIR" for row in rows}
 
 
 def _notes() -> str:
     return (
-        f"From {DECODE_BY_PREFILL_RATIO} query heads per KV head on, TVM calls the paged prefill "
-        f'slot in place of\n`{DECODE_PAGED.name}`. "TIR" is a kernel of TVM\'s own, compiled with '
-        "the model; its name ends in `_cpu` on CPU."
+        "Functions `bind_...` return what the slot holds. On CUDA the slots with a plan hold those "
+        "of the CPU's\ncolumn when the cache slides as a whole, for RoPE inside attention, and for "
+        "head dimensions without plans.\n"
+        f"With plans, from {DECODE_BY_PREFILL_RATIO} query heads per KV head on, TVM calls the "
+        f"paged prefill slot in place of\n`{DECODE_PAGED.name}`."
     )
-
-
-def _holder(row: ReportRow) -> str:
-    return "native" if row.status == NATIVE else "TIR"
 
 
 def _kinds(target_kind: str) -> list[str]:
@@ -174,6 +182,18 @@ def _rope_modes(target_kind: str) -> list[str]:
         for mode, config in configs.items()
         if not unsupported_reasons(config, target)
     ]
+
+
+def _rope_types(target_kind: str) -> list[str]:
+    target = _target(target_kind)
+    served = []
+    for rope_type, keys in ROPE_TYPES.items():
+        scaling = {"rope_type": rope_type, **dict.fromkeys(keys, 2.0)}
+        factors = rx.const([1.0] * HEAD_DIMS[0], "float32") if rope_type == "longrope" else None
+        config = replace(_SERVED, rope_scaling=scaling, rope_ext_factors=factors)
+        if not unsupported_reasons(config, target):
+            served.append(rope_type)
+    return served
 
 
 def _target(kind: str) -> Target:
