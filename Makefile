@@ -10,6 +10,8 @@ PROMPT ?= What is the capital of France?
 DEVICE ?= auto
 DTYPE ?=
 MAX_TOKENS ?= 64
+# Through the environment, where quotes and dollars of a prompt stay as they are.
+export PROMPT
 
 # What the installed package is made from: it is installed again when one of them is newer.
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake tvm_flashinfer -type f \
@@ -23,7 +25,7 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.examples: $(BIN)/python $(SOURCES)
-	@echo "Installing tvm-flashinfer and what the examples need into $(VENV); about two minutes."
+	@echo "Installing tvm-flashinfer and what the examples need into $(VENV); two to three minutes."
 	$(BIN)/python -m pip install --quiet ".[examples]"
 	@# Commands run from here import this checkout, so it gets the libraries of the installed package.
 	@rm -rf tvm_flashinfer/lib && cd / && cp -r "$$($(abspath $(BIN))/python -c \
@@ -36,7 +38,7 @@ $(VENV)/.test: $(VENV)/.examples
 	@touch $@
 
 demo: $(VENV)/.examples
-	$(BIN)/python -m examples.llama.demo --prompt "$(PROMPT)" --device $(DEVICE) \
+	$(BIN)/python -m examples.llama.demo --prompt "$$PROMPT" --device $(DEVICE) \
 	  $(if $(DTYPE),--dtype $(DTYPE)) --max-tokens $(MAX_TOKENS)
 
 lint: $(VENV)/.test
@@ -49,4 +51,4 @@ test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m cuda
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist tvm_flashinfer/lib

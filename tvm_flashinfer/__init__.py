@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from tvm_flashinfer import _native
-from tvm_flashinfer.hooks import disable, enable, unsupported_tvm
+from tvm_flashinfer.hooks import disable, enable, turned_off, unsupported_tvm
 
 __version__ = "0.1.0"
 
@@ -17,7 +17,9 @@ __all__ = ["__version__", "disable", "enable"]
 
 
 def _register() -> None:
-    """Register the functions, unless TVM's import is what brings us in: then the hook decides."""
+    """Register the functions, if we are on; while TVM is imported, the hook decides."""
+    if turned_off():
+        return
     tvm = sys.modules.get("tvm")
     if tvm is not None:
         if getattr(tvm.__spec__, "_initializing", False):

@@ -79,8 +79,13 @@ def disable() -> None:
         _original = None
 
 
+def turned_off() -> bool:
+    """Return whether ``TVM_FLASHINFER_DISABLE`` turns us off, until `enable` is called."""
+    return os.environ.get("TVM_FLASHINFER_DISABLE", "0") not in ("", "0")
+
+
 def _autoload() -> None:
-    if os.environ.get("TVM_FLASHINFER_DISABLE", "0") not in ("", "0"):
+    if turned_off():
         return
     try:
         enable()

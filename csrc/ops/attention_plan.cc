@@ -27,6 +27,18 @@ PlanReader::PlanReader(const Checker& check, const tvm::ffi::Array<int64_t>& pla
   int64_t* field = reinterpret_cast<int64_t*>(&header_);
   for (int64_t i = 0; i < PlanHeader::kSize; ++i) field[i] = plan[i];
   for (int64_t i = PlanHeader::kSize; i < size; ++i) kernel_.push_back(plan[i]);
+  // A plan is a list of integers in the user's hands; what kernels index with must be sound.
+  const auto in_range = [](int64_t value, int64_t low) {
+    return value >= low && value <= INT32_MAX;
+  };
+  if (!in_range(header_.batch_size, 0) || header_.batch_size == INT32_MAX ||
+      !in_range(header_.num_qo_heads, 1) || !in_range(header_.num_kv_heads, 1) ||
+      !in_range(header_.head_dim_qk, 1) || !in_range(header_.head_dim_vo, 1) ||
+      !in_range(header_.page_size, 1) || !in_range(header_.window_left, -1) ||
+      (!prefill && header_.num_rows != header_.batch_size)) {
+    check.FailValue(
+        "`plan` was changed after it was made; pass it on as the plan function gave it");
+  }
 }
 
 void PlanReader::Require(const char* name, int64_t planned, int64_t got) const {

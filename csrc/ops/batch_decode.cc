@@ -64,6 +64,14 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
   check.IndexVector("page_indptr", page_indptr, batch_size + 1, "(batch_size + 1,)");
   const int32_t* pages = DataOf<int32_t>(page_indptr);
   CheckIndptr(check, "page_indptr", pages, batch_size, INT32_MAX, "a 32-bit page count");
+  for (int64_t b = 0; b < batch_size; ++b) {
+    const int64_t full = static_cast<int64_t>(pages[b + 1]) - pages[b] - 1;
+    if (full * page_size >= INT32_MAX) {
+      check.FailValue("request " + std::to_string(b) + " has " + std::to_string(full + 1) +
+                      " pages of " + std::to_string(page_size) +
+                      " tokens; a request holds less than 2^31 tokens");
+    }
+  }
 
   const PlanHeader header{kDecodeHeader,
                           device.device_type,

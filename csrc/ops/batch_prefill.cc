@@ -34,12 +34,19 @@ void CheckRowOffsets(const Checker& check, const TensorView& qo_indptr, DLDevice
                      const PlanHeader& header) {
   check.IndexVector("qo_indptr", qo_indptr, header.batch_size + 1, "(batch_size + 1,)");
   check.OnDevice("qo_indptr", qo_indptr, device);
+  const auto check_contents = [&](const int32_t* offsets) {
+    CheckIndptr(check, "qo_indptr", offsets, header.batch_size, header.num_rows, "q");
+    if (offsets[header.batch_size] != header.num_rows) {
+      std::ostringstream message;
+      message << "`qo_indptr` ends at " << offsets[header.batch_size] << ", but q has "
+              << header.num_rows << " rows; every row must belong to a request";
+      check.FailValue(message.str());
+    }
+  };
   if (IsCPU(device)) {
-    CheckIndptr(check, "qo_indptr", DataOf<int32_t>(qo_indptr), header.batch_size, header.num_rows,
-                "q");
+    check_contents(DataOf<int32_t>(qo_indptr));
   } else if (CheckDeviceContents()) {
-    CheckIndptr(check, "qo_indptr", ReadBack(check, qo_indptr).data(), header.batch_size,
-                header.num_rows, "q");
+    check_contents(ReadBack(check, qo_indptr).data());
   }
 }
 

@@ -24,7 +24,7 @@ std::string Text(const Parts&... parts) {
 
 BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string& options,
                                Optional<Tensor> sinks, Optional<Tensor> alibi_slopes)
-    : op_(op), sinks_(std::move(sinks)), alibi_slopes_(std::move(alibi_slopes)) {
+    : op_(op), slot_(slot), sinks_(std::move(sinks)), alibi_slopes_(std::move(alibi_slopes)) {
   const Checker check(op);
   const JsonSettings settings(check, "options", options, "{\"logits_soft_cap\": 50}");
   if (slot == CacheSlot::kMLA) {
@@ -53,6 +53,7 @@ CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const Ten
     : bound_(bound), check_(bound.op()), device_(check_.Device("q", q)), q_(q), o_(o) {
   args_.dtype = check_.FloatDType("q", q);
   check_.Rank("q", q, 3, "(n, num_qo_heads, head_dim)");
+  check_.Sizes32("q", q);
   check_.UnitLastStride("q", q);
   check_.Rank("o", o, 3, "(n, num_qo_heads, head_dim)");
   check_.Data("o", o, device_, q.dtype(), {q.size(0), q.size(1), o.size(2)},
@@ -158,7 +159,7 @@ void CacheCall::SetPages(const TensorView& pages, const TensorView& page_indptr,
   is_paged_ = true;
   check_.DType("pages", pages, q_.dtype());
   check_.OnDevice("pages", pages, device_);
-  const bool is_mla = pages.ndim() == 3;
+  const bool is_mla = bound_.slot() == CacheSlot::kMLA;
   if (is_mla) {
     check_.UnitLastStride("pages", pages);
     if (o_.size(2) > pages.size(2)) {

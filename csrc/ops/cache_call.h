@@ -33,6 +33,7 @@ class BoundAttention {
                  Optional<Tensor> alibi_slopes);
 
   const char* op() const { return op_; }
+  CacheSlot slot() const { return slot_; }
   /*! \brief Tokens of the window of the layers; 0 for none. */
   int64_t layer_window() const { return layer_window_; }
   /*! \brief Rotated dimensions; 0 for the whole head. */
@@ -44,6 +45,7 @@ class BoundAttention {
 
  private:
   const char* op_;
+  CacheSlot slot_;
   int64_t layer_window_ = 0;
   int64_t rotary_dim_ = 0;
   double logits_soft_cap_ = 0;

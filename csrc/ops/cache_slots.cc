@@ -32,9 +32,13 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
             "a cache with windows of single layers cannot slide as a whole too; create it with "
             "support_sliding_window 0");
   }
-  // A sliding cache applies RoPE inside attention, and tells only functions without a plan so. It
-  // also wants no plan for any slot: TVM would plan for tables that it does not use then.
-  if (planned && support_sliding_window == 0) {
+  // Made in any case: what is wrong with the options shows now, whichever kernels serve the slot.
+  Function unplanned = BindAttention(slot, options, Optional<Tensor>(), Optional<Tensor>());
+  const bool has_cap = std::string(options).find("logits_soft_cap") != std::string::npos;
+  // The planned kernels have no soft cap. A sliding cache applies RoPE inside attention, and tells
+  // only functions without a plan so. It also wants no plan for any slot: TVM would plan for tables
+  // that it does not use then.
+  if (planned && !has_cap && support_sliding_window == 0) {
     const std::string name = slot;
     if (name == "prefill_ragged") {
       return Planned(Function::FromTyped(BatchPrefillRaggedRun),
@@ -49,7 +53,7 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
     }
   }
   // "tirx" names a convention of arguments; any function may stand there.
-  return {String("tirx"), BindAttention(slot, options, Optional<Tensor>(), Optional<Tensor>())};
+  return {String("tirx"), std::move(unplanned)};
 }
 
 }  // namespace ops

@@ -128,6 +128,15 @@ void Checker::Rank(const char* name, const TensorView& tensor, int expected,
   }
 }
 
+void Checker::Sizes32(const char* name, const TensorView& tensor) const {
+  for (int dim = 0; dim < tensor.ndim(); ++dim) {
+    if (tensor.size(dim) > INT32_MAX) {
+      FailValue(Text("`", name, "` has shape ", ShapeText(tensor), "; dimension ", dim,
+                     " must be below 2^31"));
+    }
+  }
+}
+
 void Checker::Shape(const char* name, const TensorView& tensor,
                     std::initializer_list<int64_t> expected, const char* meaning) const {
   Rank(name, tensor, static_cast<int>(expected.size()), meaning);
@@ -186,8 +195,9 @@ void Checker::Positive(const char* name, int64_t value) const {
 }
 
 void Checker::Finite(const char* name, double value) const {
-  if (!std::isfinite(value)) {
-    FailValue(Text("`", name, "` is ", value, ", expected a finite number"));
+  // Kernels compute with float32, where a larger number is infinite.
+  if (!std::isfinite(static_cast<float>(value))) {
+    FailValue(Text("`", name, "` is ", value, ", expected a finite number of float32"));
   }
 }
 
@@ -230,6 +240,10 @@ void CheckPageTable(const Checker& check, const int32_t* indptr, const int32_t* 
   for (int64_t b = 0; b < batch_size; ++b) {
     const int64_t pages = indptr[b + 1] - indptr[b];
     const int64_t low = pages == 0 ? 0 : 1, high = pages == 0 ? 0 : page_size;
+    if ((pages - 1) * page_size + last_page_len[b] > INT32_MAX) {
+      check.FailValue(Text("request ", b, " has ", pages, " pages of ", page_size,
+                           " tokens; a request holds less than 2^31 tokens"));
+    }
     if (last_page_len[b] < low || last_page_len[b] > high) {
       check.FailValue(Text("`last_page_len`[", b, "] is ", last_page_len[b], ", expected ", low,
                            " to ", high, ": request ", b, " has ", pages, " pages of ", page_size,

@@ -45,6 +45,8 @@ class Checker {
   /*! \brief The sizes are as expected; `meaning` spells them: "(n, num_qo_heads, head_dim)". */
   void Shape(const char* name, const TensorView& tensor, std::initializer_list<int64_t> expected,
              const char* meaning) const;
+  /*! \brief Every size fits 32 bits, with which kernels count heads and dimensions. */
+  void Sizes32(const char* name, const TensorView& tensor) const;
   void Rank(const char* name, const TensorView& tensor, int expected, const char* meaning) const;
   void Contiguous(const char* name, const TensorView& tensor) const;
   void UnitLastStride(const char* name, const TensorView& tensor) const;

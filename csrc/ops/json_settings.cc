@@ -13,6 +13,16 @@ using tvm::ffi::String;
 JsonSettings::JsonSettings(const Checker& check, const char* argument, const std::string& text,
                            const char* example)
     : check_(check), argument_(argument) {
+  // The parser recurses, so that deep nesting would overflow the stack; settings are flat.
+  int depth = 0, deepest = 0;
+  for (char c : text) {
+    if (c == '[' || c == '{') deepest = std::max(deepest, ++depth);
+    if (c == ']' || c == '}') --depth;
+  }
+  if (deepest > 16 || text.size() > (1 << 16)) {
+    Fail("is nested " + std::to_string(deepest) + " deep in " + std::to_string(text.size()) +
+         " characters; settings take 16 and 65536 at most");
+  }
   String error;
   const json::Value value = json::Parse(text.empty() ? "{}" : text, &error);
   auto object = value.try_cast<json::Object>();

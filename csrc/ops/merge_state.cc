@@ -28,6 +28,7 @@ void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, 
   const int64_t n = v_a.size(0), heads = v_a.size(1), dim = v_a.size(2);
   const char* values = "(n, num_heads, head_dim)";
   const char* logs = "(n, num_heads)";
+  check.Sizes32("v_a", v_a);
   check.Contiguous("v_a", v_a);
   check.Data("s_a", s_a, device, kFloat32, {n, heads}, logs);
   check.Data("v_b", v_b, device, v_a.dtype(), {n, heads, dim}, values);
@@ -47,6 +48,7 @@ void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorVie
   const kernels::DType dtype = check.FloatDType("v", v);
   check.Rank("v", v, 3, "(n, num_heads, head_dim)");
   const int64_t n = v.size(0), heads = v.size(1), dim = v.size(2);
+  check.Sizes32("v", v);
   check.Contiguous("v", v);
   check.Data("s", s, device, kFloat32, {n, heads}, "(n, num_heads)");
   check.Data("v_other", v_other, device, v.dtype(), {n, heads, dim}, "(n, num_heads, head_dim)");

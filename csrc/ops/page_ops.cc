@@ -17,6 +17,7 @@ kernels::PagePool ReadPool(const Checker& check, const TensorView& pages) {
   check.Rank("pages", pages, 5, meaning);
   check.Shape("pages", pages, {pages.size(0), 2, pages.size(2), pages.size(3), pages.size(4)},
               meaning);
+  check.Sizes32("pages", pages);
   check.Contiguous("pages", pages);
   check.Positive("page_size", pages.size(3));
   return {dtype,
@@ -32,6 +33,7 @@ kernels::RowPool ReadRowPool(const Checker& check, const TensorView& pages) {
   check.Device("pages", pages);
   const kernels::DType dtype = check.FloatDType("pages", pages);
   check.Rank("pages", pages, 3, "(num_pages, page_size, head_dim)");
+  check.Sizes32("pages", pages);
   check.Contiguous("pages", pages);
   check.Positive("page_size", pages.size(1));
   if (!IsCPU(pages.device())) {

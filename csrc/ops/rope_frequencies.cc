@@ -117,6 +117,15 @@ RopeFrequencies MakeRopeFrequencies(const Checker& check, double theta, double s
     settings.Fail("has rope_type \"" + type +
                   "\"; served are default, gptj, llama3, linear, yarn and longrope");
   }
+  for (const Frequencies* list : {&inv_freq, &second}) {
+    for (double f : *list) {
+      if (!std::isfinite(static_cast<float>(f * scale))) {
+        check.FailValue("the RoPE settings give a frequency of " + std::to_string(f * scale) +
+                        "; rope_theta, rope_scale, rope_scaling and ext_factors must give finite "
+                        "ones");
+      }
+    }
+  }
   result.inv_freq = Rounded(inv_freq, scale);
   result.inv_freq_second = Rounded(second, scale);
   if (result.inv_freq_second == result.inv_freq) result.inv_freq_second.clear();
@@ -131,7 +140,12 @@ bool NeedsExtFactors(const Checker& check, const std::string& rope_scaling) {
 std::shared_ptr<const RopeFrequencies> RopeFrequencyCache::Get(const Checker& check, double theta,
                                                                double scale, int64_t rotary_dim) {
   constexpr size_t kMaxEntries = 8;
-  std::lock_guard<std::mutex> lock(mutex_);
+  // Not waited for: in a child of fork() a thread that is gone may hold the lock for ever.
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    return std::make_shared<const RopeFrequencies>(
+        MakeRopeFrequencies(check, theta, scale, rotary_dim, rope_scaling_));
+  }
   for (const Entry& entry : entries_) {
     if (entry.theta == theta && entry.scale == scale && entry.rotary_dim == rotary_dim) {
       return entry.frequencies;

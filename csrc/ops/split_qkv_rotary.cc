@@ -25,6 +25,7 @@ void Run(const Checker& check, const RopeFrequencies& frequencies, const TensorV
   kernels::SplitRotaryArgs args{};
   args.dtype = check.FloatDType("qkv", qkv);
   check.Rank("qkv", qkv, 3, "(n, num_qo_heads + 2 * num_kv_heads, head_dim)");
+  check.Sizes32("qkv", qkv);
   check.UnitLastStride("qkv", qkv);
   check.Rank("q", q, 3, "(n, num_qo_heads, head_dim)");
   check.Rank("k", k, 3, "(n, num_kv_heads, head_dim)");

@@ -102,8 +102,12 @@ def report(name: str, run: Generation) -> None:
     """Print the speed of a run."""
     print(
         f"{name}: first token after {run.prefill_seconds:.2f}s; prefill of {run.prompt_length} "
-        f"tokens {run.prefill_rate:.1f} tokens/s; decode of {run.decode_steps} steps "
-        f"{run.decode_rate:.1f} tokens/s"
+        f"tokens {run.prefill_rate:.1f} tokens/s"
+        + (
+            f"; decode of {run.decode_steps} steps {run.decode_rate:.1f} tokens/s"
+            if run.decode_steps
+            else ""
+        )
     )
 
 

@@ -96,7 +96,7 @@ def test_reasons_say_what_was_got_and_what_there_is(spec, got, expected):
 
 def test_check_reports_each_reason_once():
     with pytest.raises(UnsupportedKernelError) as caught:
-        check_supported(attention_specs(["float16"], [96], ["75"]))
+        check_supported(attention_specs(["float16"], [100], ["75"]))
     assert len(caught.value.reasons) == 2
 
 

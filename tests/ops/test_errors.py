@@ -405,3 +405,22 @@ def test_argument_counts(paged):
         with refused(TypeError, "rgument"):
             paged.ops.batch_prefill_plan(*wrong)
     paged.plan_run_check()
+
+
+def test_changed_plans_are_refused(ops, device, workspaces, rng):
+    """A decode plan whose rows are not its requests would read past q."""
+    call = decode(ops, device, workspaces, make_batch(rng, Spec((5, 9, 30), heads=(4, 2))))
+    plan = list(call.plan())
+    plan[4] = 1
+    with pytest.raises(ValueError, match="changed after it was made"):
+        call.run(plan=plan)
+
+
+def test_rows_that_belong_to_no_request_are_refused(ops, device, workspaces, rng, monkeypatch):
+    """They would keep what the output held before."""
+    monkeypatch.setenv("TVM_FLASHINFER_CHECK", "1")
+    call = paged_prefill(ops, device, workspaces, make_batch(rng, Spec((7, 9), (3, 2))))
+    call.plan()
+    short = to_device(np.array([0, 3, 4], np.int32), device)
+    with pytest.raises(ValueError, match="ends at 4"):
+        call.run(qo_indptr=short)

@@ -380,3 +380,25 @@ def test_unserved_devices(ops, rng, device_type):
     with unchanged(args), refused(UNSUPPORTED, "(?i)cpu", "(?i)cuda"):
         ops.merge_state(*foreign)
     _merge_is_right(ops, args)
+
+
+def test_deeply_nested_options_are_refused(ops):
+    """TVM's parser recurses: what would overflow its stack is not given to it."""
+    for depth in (17, 100_000):
+        with pytest.raises(ValueError, match="nested"):
+            ops.bind_attention_decode_paged("[" * depth)
+
+
+def test_planned_slots_check_their_options(ops):
+    """Whichever kernels serve a slot, wrong options are refused, and a cap is not dropped."""
+    with pytest.raises(ValueError, match="JSON"):
+        ops.cache_slot("decode_paged", "junk {{{", True, 0)
+    assert ops.cache_slot("decode_paged", "{}", True, 0)[0] == "flashinfer"
+    assert ops.cache_slot("decode_paged", '{"logits_soft_cap": 50}', True, 0)[0] == "tirx"
+
+
+@pytest.mark.parametrize("settings", [(1e4, 1e300), (1e-300, 1.0)], ids=["scale", "theta"])
+def test_settings_that_overflow_float32_are_refused(ops, settings):
+    """Finite in double, but the angles would be infinite and the result NaN."""
+    with pytest.raises(ValueError, match="finite"):
+        ops.bind_split_qkv_rotary(*settings, 64, "{}")

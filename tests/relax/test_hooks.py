@@ -246,3 +246,15 @@ def test_cache_outside_of_a_function(llvm) -> None:
             *("mha", *[tirx.Var("n", "int64")] * 5, rx.ShapeExpr([0, 2]), 2, 8, 2, 64, 64, 0, 0),
             *(RopeMode.NORMAL, 1, 10000, {}, rx.prim_value(0), 64, False, "float16", llvm),
         )
+
+
+def test_our_passes_may_be_what_imports_tvms_module_first() -> None:
+    """The hook then runs in the middle of the import of our own package."""
+    shown = run(
+        "import warnings; warnings.simplefilter('error')\n"
+        "import tvm, tvm_flashinfer; tvm_flashinfer.enable()\n"
+        "from tvm_flashinfer.relax.config import PagedKVCacheConfig\n"
+        "from tvm.relax.frontend.nn.llm import kv_cache\n"
+        "print(kv_cache.FlashInferPagedKVCache.__module__)"
+    )
+    assert shown == "tvm_flashinfer.relax.hooked_kv_cache"

@@ -249,7 +249,8 @@ def attention_specs(
     specs = [KernelSpec("common", archs=archs)]
     for dtype in dtypes:
         for head_dim in head_dims:
-            specs += [KernelSpec(kind, dtype, head_dim, archs=archs) for kind in ATTENTION_KINDS]
+            kinds = ATTENTION_KINDS if head_dim in HEAD_DIMS else ("batch_attention",)
+            specs += [KernelSpec(kind, dtype, head_dim, archs=archs) for kind in kinds]
     return list(dict.fromkeys(specs))
 
 

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+try:
+    # Before any module of ours: the hook at `import tvm` puts our cache into this one when it is
+    # first imported, and needs our modules whole for that.
+    import tvm.relax.frontend.nn.llm.kv_cache  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "tvm":
+        raise
+    raise ModuleNotFoundError(
+        "the passes need TVM, which is not installed: pip install 'tvm-flashinfer[tvm]', or the "
+        "wheel of TVM that MLC LLM comes with",
+        name="tvm",
+    ) from error
+
 from tvm_flashinfer.relax.config import KVCacheCallError, PagedKVCacheConfig, parse_generic_call
 from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
 from tvm_flashinfer.relax.kv_cache import FlashInferPagedKVCache

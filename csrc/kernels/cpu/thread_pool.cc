@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -105,7 +106,10 @@ class ThreadPool {
     Open(count - 1);
     Drain();
     Close();
+    std::exception_ptr error = std::move(error_);
+    error_ = nullptr;
     busy_.store(false, std::memory_order_release);
+    if (error) std::rethrow_exception(error);
   }
 
   static void RunInline(int64_t count, void (*item)(void*, int64_t), void* context) {
@@ -154,7 +158,12 @@ class ThreadPool {
     for (;;) {
       const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
       if (i >= count_) break;
-      item_(context_, i);
+      try {
+        item_(context_, i);
+      } catch (...) {  // out of memory; the caller gets it when all threads are done
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!error_) error_ = std::current_exception();
+      }
     }
     inside_item = false;
   }
@@ -226,6 +235,7 @@ class ThreadPool {
   std::condition_variable left_;
   int64_t sleepers_ = 0;
   bool owner_waits_ = false;
+  std::exception_ptr error_;  // guarded by mutex_ while the job runs
 };
 
 std::atomic<ThreadPool*> current_pool{nullptr};
