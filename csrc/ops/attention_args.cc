@@ -19,6 +19,30 @@ bool Aligned(const void* address) {
 
 }  // namespace
 
+DLDevice BeginPlan(const Checker& check, const PlanInputs& in) {
+  check.Workspace("float_workspace", in.float_workspace);
+  check.Workspace("int_workspace", in.int_workspace);
+  check.Workspace("pinned_int_workspace", in.pinned_int_workspace);
+  const DLDevice device = check.Device("float_workspace", in.float_workspace);
+  check.OnDevice("int_workspace", in.int_workspace, device);
+  check.OnHost("pinned_int_workspace", in.pinned_int_workspace);
+  check.HeadRatio(in.num_qo_heads, in.num_kv_heads);
+  check.Positive("page_size", in.page_size);
+  check.Positive("head_dim_qk", in.head_dim_qk);
+  check.Positive("head_dim_vo", in.head_dim_vo);
+  if (in.batch_size < 0 || in.batch_size >= INT32_MAX) {
+    check.FailValue(Text("`batch_size` is ", in.batch_size, ", expected 0 or more"));
+  }
+  if (in.window_left < -1 || in.window_left > INT32_MAX) {
+    check.FailValue(Text("`window_left` is ", in.window_left,
+                         ", expected -1 (no window) or the window's tokens less one"));
+  }
+  if (in.enable_cuda_graph) {
+    check.FailValue("`enable_cuda_graph` is not served yet; pass False and plan every step");
+  }
+  return device;
+}
+
 DLDevice BeginRun(const Checker& check, const RunInputs& in, const PlanReader& plan) {
   const PlanHeader& header = plan.header();
   check.Workspace("float_workspace", in.float_workspace);

@@ -22,6 +22,24 @@ struct RunInputs {
   double sm_scale;
 };
 
+/*! \brief What both plan functions are given. */
+struct PlanInputs {
+  TensorView float_workspace;
+  TensorView int_workspace;
+  TensorView pinned_int_workspace;
+  int64_t batch_size;
+  int64_t num_qo_heads;
+  int64_t num_kv_heads;
+  int64_t page_size;
+  int64_t head_dim_qk;
+  int64_t head_dim_vo;
+  int64_t window_left;
+  bool enable_cuda_graph;
+};
+
+/*! \brief Check them; the device of the plan is that of its workspaces. */
+DLDevice BeginPlan(const Checker& check, const PlanInputs& in);
+
 /*!
  * \brief The device of the run: that of its workspaces, where q and the plan must be too. Also
  * checks q's dtype, which the dtypes of keys and values are compared with.

@@ -31,28 +31,12 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
                                double logits_soft_cap, int64_t head_dim_qk, int64_t head_dim_vo,
                                TensorView empty_q, TensorView empty_kv) {
   const Checker check("batch_decode_plan");
-  check.Workspace("float_workspace", float_workspace);
-  check.Workspace("int_workspace", int_workspace);
-  check.Workspace("pinned_int_workspace", pinned_int_workspace);
-  const DLDevice device = check.Device("float_workspace", float_workspace);
-  check.OnDevice("int_workspace", int_workspace, device);
-  check.OnHost("pinned_int_workspace", pinned_int_workspace);
-  check.HeadRatio(num_qo_heads, num_kv_heads);
-  check.Positive("page_size", page_size);
-  check.Positive("head_dim_qk", head_dim_qk);
+  const DLDevice device = BeginPlan(
+      check, {float_workspace, int_workspace, pinned_int_workspace, batch_size, num_qo_heads,
+              num_kv_heads, page_size, head_dim_qk, head_dim_vo, window_left, enable_cuda_graph});
   if (head_dim_vo != head_dim_qk) {
     check.FailValue("`head_dim_vo` is " + std::to_string(head_dim_vo) + ", head_dim_qk is " +
                     std::to_string(head_dim_qk) + "; decode needs them equal");
-  }
-  if (batch_size < 0 || batch_size >= INT32_MAX) {
-    check.FailValue("`batch_size` is " + std::to_string(batch_size) + ", expected 0 or more");
-  }
-  if (window_left < -1 || window_left > INT32_MAX) {
-    check.FailValue("`window_left` is " + std::to_string(window_left) +
-                    ", expected -1 (no window) or the window's tokens less one");
-  }
-  if (enable_cuda_graph) {
-    check.FailValue("`enable_cuda_graph` is not served yet; pass False and plan every step");
   }
   if (logits_soft_cap != 0) {
     check.FailValue("`logits_soft_cap` is " + std::to_string(logits_soft_cap) +

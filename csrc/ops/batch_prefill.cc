@@ -66,26 +66,9 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
                                 int64_t fixed_split_size, bool disable_split_kv,
                                 int64_t num_colocated_ctas) {
   const Checker check("batch_prefill_plan");
-  check.Workspace("float_workspace", float_workspace);
-  check.Workspace("int_workspace", int_workspace);
-  check.Workspace("pinned_int_workspace", pinned_int_workspace);
-  const DLDevice device = check.Device("float_workspace", float_workspace);
-  check.OnDevice("int_workspace", int_workspace, device);
-  check.OnHost("pinned_int_workspace", pinned_int_workspace);
-  check.HeadRatio(num_qo_heads, num_kv_heads);
-  check.Positive("page_size", page_size);
-  check.Positive("head_dim_qk", head_dim_qk);
-  check.Positive("head_dim_vo", head_dim_vo);
-  if (batch_size < 0 || batch_size >= INT32_MAX) {
-    check.FailValue("`batch_size` is " + std::to_string(batch_size) + ", expected 0 or more");
-  }
-  if (window_left < -1 || window_left > INT32_MAX) {
-    check.FailValue("`window_left` is " + std::to_string(window_left) +
-                    ", expected -1 (no window) or the window's tokens less one");
-  }
-  if (enable_cuda_graph) {
-    check.FailValue("`enable_cuda_graph` is not served yet; pass False and plan every step");
-  }
+  const DLDevice device = BeginPlan(
+      check, {float_workspace, int_workspace, pinned_int_workspace, batch_size, num_qo_heads,
+              num_kv_heads, page_size, head_dim_qk, head_dim_vo, window_left, enable_cuda_graph});
   if (num_colocated_ctas != 0) {
     check.FailValue("`num_colocated_ctas` is " + std::to_string(num_colocated_ctas) +
                     ", expected 0: no kernel here shares the GPU with another");

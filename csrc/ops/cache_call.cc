@@ -1,7 +1,6 @@
 #include "cache_call.h"
 
 #include <algorithm>
-#include <sstream>
 
 #include "../kernels/cpu/kernels.h"
 #include "attention_args.h"
@@ -10,17 +9,6 @@
 
 namespace tvm_flashinfer {
 namespace ops {
-
-namespace {
-
-template <typename... Parts>
-std::string Text(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
-
-}  // namespace
 
 BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string& options,
                                Optional<Tensor> sinks, Optional<Tensor> alibi_slopes)

@@ -10,13 +10,6 @@ namespace ops {
 
 namespace {
 
-template <typename... Parts>
-std::string Text(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
-
 bool SameDType(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
 }

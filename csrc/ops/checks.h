@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <sstream>
 #include <string>
 
 #include "../kernels/types.h"
@@ -18,6 +19,14 @@ namespace ops {
 
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
+
+/*! \brief The parts in words, for messages. */
+template <typename... Parts>
+std::string Text(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
 
 bool IsCPU(DLDevice device);
 bool IsCUDA(DLDevice device);
