@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -81,3 +84,37 @@ def test_concurrent_refusals(ops, device, rng):
         assert [x.result() for x in done] == [50, 50, 50]
     got, _ = call.check()
     np.testing.assert_array_equal(got.view(np.uint16), o.view(np.uint16))
+
+
+OUT_OF_MEMORY = """
+import resource, numpy as np, tvm_flashinfer, tvm_ffi
+attend = tvm_ffi.get_global_func("flashinfer.bind_attention_prefill_paged")("{}")
+i = lambda *values: np.array(values, np.int32)
+def call(dim, rows):
+    q, o = np.zeros((rows, 1, dim), np.float16), np.zeros((rows, 1, dim), np.float16)
+    pages = np.zeros((1, 2, 1, 1, dim), np.float16)
+    attend(q, i(0, rows), pages, i(0, 1), i(0), i(1), i(0), np.zeros(rows, np.int32), o,
+           np.zeros((rows, 1), np.float32), 0, 0, 1.0, 1e4, 1.0)
+call(64, 200)
+resource.setrlimit(resource.RLIMIT_AS, (int(3e9),) * 2)
+try:
+    call(10**6, 200)
+except Exception as error:
+    print(type(error).__name__, error)
+call(64, 200)
+print("usable")
+"""
+
+
+def test_out_of_memory_in_a_worker_is_an_exception_of_the_caller():
+    """A head so large that the scratch memory of a thread does not fit; usable afterwards."""
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY],
+        env={**os.environ, "TVM_FLASHINFER_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bad_alloc" in done.stdout
+    assert done.stdout.endswith("usable\n")
