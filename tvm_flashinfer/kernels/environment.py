@@ -91,15 +91,16 @@ def environment() -> dict[str, Any]:
     Returns
     -------
     environment : dict
-        Versions of this package, TVM and the tools; where the headers and the cache are; the GPUs;
-        and ``problems``, what keeps kernels from being built here. Parts that could not be found
-        out are None.
+        Versions of this package, TVM and the tools; how TVM's cache calls its functions; where the
+        headers and the cache are; the GPUs; and ``problems``, what keeps kernels from being built
+        here. Parts that could not be found out are None.
     """
     problems: list[str] = []
     return {
         "tvm_flashinfer": _version("tvm-flashinfer"),
         "apache_tvm_ffi": _version("apache-tvm-ffi"),
         "tvm": _guarded(_tvm, problems),
+        "tvm_contract": _guarded(_contract, problems),
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
@@ -136,6 +137,15 @@ def _tvm() -> str | None:
         return None
     names = importlib.metadata.packages_distributions().get("tvm", [])
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(names)) or "not installed"
+
+
+def _contract() -> str | None:
+    """Whether TVM calls the functions of its KV cache as ours are called; None without TVM."""
+    if importlib.util.find_spec("tvm") is None:
+        return None
+    from tvm_flashinfer.relax.contract_probe import contract_differences
+
+    return "; ".join(contract_differences()) or "TVM's KV cache calls what the functions here take"
 
 
 def _nvcc() -> dict[str, Any] | None:

@@ -1,0 +1,175 @@
+"""What the imported TVM calls the functions of its KV cache with, compared with what ours take.
+
+A tiny cache on CPU is made with functions that record their arguments and compute nothing, and it
+is driven through every slot. A TVM that calls differently shows here, and not in a request that is
+served.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
+from tvm_ffi import Shape
+
+from tvm_flashinfer.relax._compat import DEFAULT_LAYER_WINDOW, HAS_LAYER_WINDOW
+
+_HEADS, _KV_HEADS, _DIM, _PAGE, _LAYERS = 4, 2, 8, 4, 1
+_DATA, _INDEX = "float16", "int32"
+
+_Q, _I1, _I2, _LSE = f"{_DATA}[3]", f"{_INDEX}[1]", f"{_INDEX}[2]", "float32[2]"
+_POOL, _PAGES, _BYTES = f"{_DATA}[5]", f"{_DATA}[4]", "uint8[1]"
+_ROPE = ("int", "float", "float", "float")  # rotary_mode, scale, theta, sm_scale
+_PAGED = (_Q, _I1, _POOL, _I1, _I1, _I1, _I1, _I1, _Q, _LSE)
+_RUN = ("int", "float", "float", "float")  # enable_pdl, sm_scale, rcp_scale, rcp_theta
+
+#: What our functions take, by slot. Tensors are spelt as dtype and rank.
+ACCEPTED: dict[str, tuple[str, ...]] = {
+    "split_rotary": (_Q, _I1, _Q, _Q, _Q, "int"),
+    "append": (_POOL, _Q, _Q, _I1),
+    "copy_page": (_POOL, "int", "int", "int"),
+    "compact_copy": (_POOL, _I1, _I2, "int"),
+    "debug_get_kv": (_POOL, _I1, _PAGES, _PAGES, "int"),
+    "merge_state": (_Q, _LSE, _Q, _LSE),
+    "prefill_ragged": (_Q, _I1, _Q, _Q, _I1, _I1, _I1, _Q, _LSE, "int", *_ROPE),
+    "prefill_paged": (*_PAGED, "int", *_ROPE),
+    "decode_paged": (_Q, _POOL, *(_I1,) * 5, _Q, _LSE, *_ROPE),
+    "tree_ragged": (_Q, _I1, _Q, _Q, _I1, _I1, _I1, _I2, _Q, _LSE, *_ROPE),
+    "tree_paged": (*_PAGED, *_ROPE, _I1, _I2),
+    "prefill_plan": (
+        *(_BYTES,) * 3, *(_I1,) * 3, *("int",) * 13,
+    ),
+    "decode_plan": (
+        *(_BYTES,) * 3, _I1, *("int",) * 6, "float", "int", "int", f"{_DATA}[1]", f"{_DATA}[1]",
+    ),
+    "prefill_ragged_run": (
+        _BYTES, _BYTES, "array", _Q, _Q, _Q, _I1, _I1, _Q, _LSE, "int", "int", "int", *_RUN,
+    ),
+    "prefill_paged_run": (
+        _BYTES, _BYTES, "array", _Q, _PAGES, _PAGES, *(_I1,) * 4, _Q, _LSE, "int", "int", "int",
+        *_RUN,
+    ),
+    "decode_paged_run": (
+        _BYTES, _BYTES, "array", _Q, _PAGES, _PAGES, *(_I1,) * 3, _Q, _LSE, "int", "int", *_RUN,
+    ),
+}  # fmt: skip
+
+Calls = dict[str, set[tuple[str, ...]]]
+
+
+def _kind(argument: Any) -> str:
+    if hasattr(argument, "shape") and hasattr(argument, "dtype"):
+        return f"{argument.dtype}[{len(argument.shape)}]"
+    if isinstance(argument, int):
+        return "int"
+    if isinstance(argument, float):
+        return "float"
+    return "array" if isinstance(argument, tvm_ffi.Array) else type(argument).__name__
+
+
+def recorded_calls() -> Calls:
+    """Return the argument lists that TVM calls each function with, spelt as in `ACCEPTED`."""
+    calls: Calls = defaultdict(set)
+
+    def record(name: str, result: Any = None) -> Any:
+        def function(*arguments: Any) -> Any:
+            calls[name].add(tuple(map(_kind, arguments)))
+            return result
+
+        return tvm_ffi.convert(function)
+
+    plan = tvm_ffi.convert([1, 2, 3])
+    unplanned = {
+        name: ["tirx", record(name)]
+        for name in ("prefill_ragged", "prefill_paged", "decode_paged", "tree_paged", "tree_ragged")
+    }
+    planned = {
+        **unplanned,
+        **{
+            name: ["flashinfer", record(f"{name}_run"), record(plan_name, plan)]
+            for name, plan_name in (
+                ("prefill_ragged", "prefill_plan"),
+                ("prefill_paged", "prefill_plan"),
+                ("decode_paged", "decode_plan"),
+            )
+        },
+    }
+    for slots in (unplanned, planned):
+        _drive(_create(slots, record))
+    return calls
+
+
+def _create(slots: dict[str, list[Any]], record: Callable[..., Any]) -> Any:
+    window = [DEFAULT_LAYER_WINDOW] if HAS_LAYER_WINDOW else []
+    merge = record("merge_state")
+    return tvm.get_global_func("vm.builtin.paged_attention_kv_cache_create")(
+        Shape([4, 64, 32, _PAGE, 0, *window]), Shape([0, _LAYERS]), _HEADS, _KV_HEADS, _DIM, _DIM,
+        Shape([int(AttnKind.MHA)] * _LAYERS), False, int(RopeMode.NORMAL), 1.0, 1e4, None,
+        tvm.runtime.empty((), _DATA, tvm.cpu()), record("append"), None,
+        slots["prefill_ragged"], slots["prefill_paged"], slots["decode_paged"],
+        ["tirx", record("prefill_window")], ["tirx", record("decode_window")],
+        slots["tree_paged"], slots["tree_ragged"], [], [merge, merge], record("split_rotary"),
+        record("copy_page"), record("debug_get_kv"), record("compact_copy"),
+    )  # fmt: skip
+
+
+def _drive(cache: Any) -> None:
+    """Prefill, prefill on a past, decode, fork inside a page, read back, grow and commit trees."""
+    state = lambda name: tvm.get_global_func(f"vm.builtin.kv_state_{name}")  # noqa: E731
+    attention = lambda name: tvm.get_global_func(  # noqa: E731
+        f"vm.builtin.attention_kv_cache_{name}"
+    )
+
+    def step(sequences: list[int], lengths: list[int], tree: list[int] | None = None) -> None:
+        parents = None if tree is None else Shape(tree)
+        state("begin_forward")(cache, Shape(sequences), Shape(lengths), parents)
+        rows = sum(lengths)
+        heads = _HEADS + 2 * _KV_HEADS
+        qkv = tvm.runtime.empty((rows, heads, _DIM), _DATA, tvm.cpu())
+        out = tvm.runtime.empty((rows, _HEADS, _DIM), _DATA, tvm.cpu())
+        attention("attention_with_fused_qkv")(cache, 0, 1.0, qkv, out)
+        state("end_forward")(cache)
+
+    for sequence in (0, 1):
+        state("add_sequence")(cache, sequence)
+    step([0, 1], [5, 3])
+    step([0, 1], [2, 4])
+    step([0, 1], [1, 1])
+    state("fork_sequence")(cache, 0, 2, 5)
+    k, v = (tvm.runtime.empty((_LAYERS, 3, _KV_HEADS, _DIM), _DATA, tvm.cpu()) for _ in range(2))
+    attention("debug_get_kv")(cache, 1, 0, 3, k, v)
+    step([1], [4], [-1, 0, 0, 1])
+    attention("commit_accepted_token_tree_nodes")(cache, Shape([1]), Shape([2]))
+    step([1], [3], [-1, 0, 0])
+    step([1], [1], [2])  # a node that joins a tree of which nothing was accepted yet
+
+
+def contract_differences(accepted: dict[str, tuple[str, ...]] = ACCEPTED) -> list[str]:
+    """Return how the imported TVM calls the functions of its cache other than ours take.
+
+    Parameters
+    ----------
+    accepted : dict
+        The argument list of each function; ours by default.
+
+    Returns
+    -------
+    differences : list of str
+        One sentence each; none when they fit.
+    """
+    calls = recorded_calls()
+    differences = []
+    for name, expected in accepted.items():
+        seen = calls.get(name, set())
+        if not seen:
+            differences.append(f"{name} is never called; expected ({', '.join(expected)})")
+        for got in sorted(seen - {expected}):
+            differences.append(
+                f"{name} is called with {len(got)} arguments ({', '.join(got)}), expected "
+                f"{len(expected)} ({', '.join(expected)})"
+            )
+    return differences
