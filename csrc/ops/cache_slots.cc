@@ -6,6 +6,7 @@
 #include <string>
 
 #include "checks.h"
+#include "json_settings.h"
 #include "ops.h"
 
 namespace tvm_flashinfer {
@@ -23,22 +24,21 @@ Array<Any> Planned(Function run, Function plan) {
 
 Array<Any> MakeCacheSlot(String slot, String options, bool planned,
                          int64_t support_sliding_window) {
-  // TVM rotates the pages of layers with a window by theta 10000, whatever the model's is, and with
-  // RoPE inside attention the new tokens by the model's: the two would not fit.
-  if (support_sliding_window != 0 &&
-      std::string(options).find("layer_window") != std::string::npos) {
-    Checker("cache_slot")
-        .FailValue(
-            "a cache with windows of single layers cannot slide as a whole too; create it with "
-            "support_sliding_window 0");
-  }
   // Made in any case: what is wrong with the options shows now, whichever kernels serve the slot.
   Function unplanned = BindAttention(slot, options, Optional<Tensor>(), Optional<Tensor>());
-  const bool has_cap = std::string(options).find("logits_soft_cap") != std::string::npos;
+  const Checker check("cache_slot");
+  const JsonSettings settings(check, "options", options, "{\"logits_soft_cap\": 50}");
+  // TVM rotates the pages of layers with a window by theta 10000, whatever the model's is, and with
+  // RoPE inside attention the new tokens by the model's: the two would not fit.
+  if (support_sliding_window != 0 && settings.Has("layer_window")) {
+    check.FailValue(
+        "a cache with windows of single layers cannot slide as a whole too; create it with "
+        "support_sliding_window 0");
+  }
   // The planned kernels have no soft cap. A sliding cache applies RoPE inside attention, and tells
   // only functions without a plan so. It also wants no plan for any slot: TVM would plan for tables
   // that it does not use then.
-  if (planned && !has_cap && support_sliding_window == 0) {
+  if (planned && !settings.Has("logits_soft_cap") && support_sliding_window == 0) {
     const std::string name = slot;
     if (name == "prefill_ragged") {
       return Planned(Function::FromTyped(BatchPrefillRaggedRun),
