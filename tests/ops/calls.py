@@ -303,3 +303,87 @@ def ragged_prefill(
     }
     plan = _prefill_plan_args(workspaces, batch, kv_indptr, 1)
     return Call(ops, device, batch, "batch_prefill_plan", "batch_prefill_ragged_run", plan, run)
+
+
+@dataclass
+class BoundCall(Call):
+    """A function that `bind_attention` returns, over the same batch; its plan does nothing."""
+
+    def plan(self, **changes: Any) -> Any:
+        """There is none."""
+        assert not changes, "a function without a plan takes no settings of one"
+
+    def run(self, **changes: Any) -> None:
+        """Bind without options and call."""
+        bound = self.ops.bind_attention(self.run_name, "{}", None, None)
+        bound(*passed(self.run_args, changes))
+
+
+def _bound(ops: Any, device: Any, batch: Batch, slot: str, args: Args, with_lse: bool) -> Call:
+    assert with_lse, "functions without a plan always write the LSE"
+    spec = batch.spec
+    assert spec.window_left < 0, "functions without a plan have windows of another kind"
+    tail: Args = _outputs(batch, device, with_lse)
+    if slot != "decode_paged":
+        tail["causal"] = int(spec.causal)
+    # Positions are not read in this mode, nor are theta and scale.
+    tail.update(rotary_mode=0, rope_scale=math.nan, rope_theta=math.nan, sm_scale=spec.scale)
+    return BoundCall(ops, device, batch, "", slot, {}, {**args, **tail})
+
+
+def _positions(batch: Batch, device: Any, views: bool) -> tuple[DeviceTensor, DeviceTensor]:
+    rows, size = sum(batch.spec.rows), len(batch.spec.kv_lens)
+    return _index(np.full(rows, -1), device, views), _index(np.full(size, -1), device, views)
+
+
+def bound_paged(
+    ops: Any,
+    device: Any,
+    workspaces: Any,
+    batch: Batch,
+    *,
+    decoding: bool = False,
+    views: bool = False,
+    with_lse: bool = True,
+) -> Call:
+    """The functions without a plan over pages, prefill or decode.
+
+    With `views` there are gaps between the pages, besides what `paged_prefill` does.
+    """
+    spec = batch.spec
+    assert spec.layout == "HND", "TVM's cache has its pages so"
+    _, two, heads, size, d = batch.pool.shape
+    steps = (two * heads * size * d + 64, heads * size * d, size * d, d, 1) if views else None
+    of_rows, of_keys = _positions(batch, device, views)
+    tables = _tables(batch, device, views)
+    args: Args = {"q": _place_q(batch, device, views)}
+    if not decoding:
+        args["qo_indptr"] = _index(indptr_of(spec.rows), device, views)
+    args.update(
+        pages=to_device(batch.pool, device, strides=steps),
+        page_indptr=tables["page_indptr"],
+        page_indices=tables["page_indices"],
+        length_info=tables["last_page_len"],
+        k_rope_pos_offset=of_keys,
+        q_rope_position=of_rows,
+    )
+    slot = "decode_paged" if decoding else "prefill_paged"
+    return _bound(ops, device, batch, slot, args, with_lse)
+
+
+def bound_ragged(
+    ops: Any,
+    device: Any,
+    workspaces: Any,
+    batch: Batch,
+    *,
+    views: bool = False,
+    with_lse: bool = True,
+) -> Call:
+    """The function without a plan over ragged keys."""
+    planned = ragged_prefill(ops, device, workspaces, batch, views=views).run_args
+    assert batch.spec.layout == "NHD", "TVM's cache gives tokens first"
+    of_rows, of_keys = _positions(batch, device, views)
+    args = {name: planned[name] for name in ("q", "qo_indptr", "k", "v", "kv_indptr")}
+    args.update(q_rope_position=of_rows, k_rope_pos_offset=of_keys)
+    return _bound(ops, device, batch, "prefill_ragged", args, with_lse)
