@@ -7,6 +7,7 @@ outputs rounded), from which the bound on errors comes; `oracle.py` has the comp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,3 +236,14 @@ def random_tree(rng: np.random.Generator, nodes: int, kind: str = "forest") -> n
     for root in children.get(-1, []):
         visit(root)
     return intervals
+
+
+def tree_masks(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens of a tree see which, and the depth of each."""
+    n = len(parents)
+    visible, depths = np.zeros((n, n), bool), np.zeros(n, int)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node], depths[node] = visible[parent], depths[parent] + 1
+        visible[node, node] = True
+    return visible, depths

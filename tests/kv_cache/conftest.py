@@ -15,6 +15,7 @@ import pytest
 import tvm
 import tvm_ffi
 from cache_models import MODELS, NUM_LAYERS, compiled, numpy_dtype
+from cache_oracle import tree_masks
 from sequences import SM_SCALE, Oracle, Slide
 from tvm import relax as rx
 from tvm_ffi import Shape
@@ -129,17 +130,6 @@ class Driver:
     def pages(self) -> int:
         """Pages that are free."""
         return builtin("attention_kv_cache_get_num_available_pages")(self.cache)
-
-
-def tree_masks(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens of a tree see which, and the depth of each."""
-    n = len(parents)
-    visible, depths = np.zeros((n, n), bool), np.zeros(n, int)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            visible[node], depths[node] = visible[parent], depths[parent] + 1
-        visible[node, node] = True
-    return visible, depths
 
 
 #: Largest error that rounding of inputs, keys and outputs explains.

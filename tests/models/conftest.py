@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,100 @@ def load_model(
         return models[device, dtype]
 
     return load
+
+
+@dataclass
+class Compiled:
+    """A small model with random weights on a device.
+
+    Attributes
+    ----------
+    model : examples.llama.generate.Model
+    config : examples.llama.model.LlamaConfig
+    weights : dict of str to numpy.ndarray
+        As the device has them, rounded to the dtype.
+    dtype : str
+        float32 on CPU, float16 on CUDA.
+    tolerance : float
+        Largest error of a logit that rounding explains; logits are about 1.
+    """
+
+    model: Any
+    config: Any
+    weights: dict[str, np.ndarray]
+    dtype: str
+
+    @property
+    def tolerance(self) -> float:
+        """Look it up by the dtype."""
+        return {"float32": 1e-5, "float16": 0.1}[self.dtype]
+
+    def with_weights(self, weights: Mapping[str, np.ndarray]) -> Any:
+        """Load the library once more, with other weights."""
+        from examples.llama.generate import Model
+
+        arrays = [weights[name].astype(self.dtype) for name in self.model.info["params"]]
+        return Model(self.model.library, arrays, self.model.device)
+
+
+def random_weights(model: Any, seed: int) -> dict[str, np.ndarray]:
+    """Weights for a module of the `nn` frontend: states keep their size from layer to layer."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, param in model.named_parameters():
+        shape = [int(n) for n in param.shape]
+        if len(shape) == 1:
+            weights[name] = 1 + 0.1 * rng.standard_normal(shape)
+        else:
+            fan_in = 1 if name.startswith("embed") else shape[-1]
+            weights[name] = rng.standard_normal(shape) / np.sqrt(fan_in)
+    return weights
+
+
+@pytest.fixture(scope="session")
+def load_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Compiled]:
+    """Compile the smallest Llama for a device, once."""
+    import tvm
+
+    from examples.llama.compile import compile_model, default_target, library_info
+    from examples.llama.generate import Model
+    from examples.llama.model import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=96,
+        context_length=4096,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+    )
+    loaded: dict[str, Compiled] = {}
+
+    def load(device: Any) -> Compiled:
+        kind = "cpu" if device.dlpack_device_type() == tvm.cpu().dlpack_device_type() else "cuda"
+        if kind not in loaded:
+            dtype = "float32" if kind == "cpu" else "float16"
+            folder = tmp_path_factory.mktemp("tiny")
+            library = compile_model(config, default_target(kind), dtype, folder)
+            weights = {
+                name: array.astype(dtype)
+                for name, array in random_weights(LlamaForCausalLM(config), seed=0).items()
+            }
+            params = library_info(library)["params"]
+            model = Model(library, [weights[name] for name in params], device)
+            model.library = library
+            loaded[kind] = Compiled(model, config, weights, dtype)
+        return loaded[kind]
+
+    return load
+
+
+@pytest.fixture
+def tiny(device: Any, load_tiny: Callable[[Any], Compiled]) -> Compiled:
+    """The smallest Llama, on CPU and on CUDA."""
+    return load_tiny(device)
