@@ -360,6 +360,13 @@ void CacheCall::RunOnCuda() {
     reason = Text("`rotary_dim` is ", extras_.rotary_dim, "; on CUDA it can be ", kMaxRotaryDim,
                   " at most inside attention");
   }
+  const int64_t num_products = args_.num_rows * (args_.num_qo_heads / args_.num_kv_heads);
+  if (reason.empty() && (num_products > INT32_MAX || num_kv_tokens_ > INT32_MAX)) {
+    reason = Text("a call of ", args_.num_rows, " rows with ", args_.num_qo_heads,
+                  " query heads on ", args_.num_kv_heads, " KV heads and ", num_kv_tokens_,
+                  " ragged keys is too large; rows times heads of a group, and keys, can be ",
+                  INT32_MAX, " at most: split the batch");
+  }
   if (!reason.empty()) check_.FailValue(reason);
   if (is_paged_) {
     CheckCudaAlignment(check_, args_, paged_.k, paged_.v,
@@ -376,7 +383,7 @@ void CacheCall::RunOnCuda() {
                                               args_.head_dim_vo),
                     unit, device_));
   Launch(check_, run, args_, is_paged_ ? &paged_ : nullptr, is_paged_ ? nullptr : &ragged_, extras_,
-         num_indices_, CurrentStream(device_));
+         is_paged_ ? num_indices_ : num_kv_tokens_, CurrentStream(device_));
 }
 
 }  // namespace ops

@@ -12,46 +12,57 @@ namespace tvm_flashinfer {
 namespace kernels {
 namespace cuda {
 
-template <typename T, int DQK, int DVO, int kWarpsQ, int kWarpsKV>
+/*!
+ * \brief Sizes of one shape of tile: kWarpsQ warps with kBlocksQ blocks of 16 rows each, times
+ * kWarpsKV warps that work on the same rows and on different keys of a tile, which is for batches
+ * with few rows a request.
+ */
+template <typename T, int DQK, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV>
 struct AttentionTraits {
   static constexpr int kThreads = 32 * kWarpsQ * kWarpsKV;
-  static constexpr int kRows = 16 * kWarpsQ;
-  // Large heads take smaller tiles, so that two stages fit the shared memory of one block.
+  static constexpr int kRowsOfWarp = 16 * kBlocksQ;
+  static constexpr int kRows = kRowsOfWarp * kWarpsQ;
+  // Large heads take smaller tiles, so that the stages fit the shared memory of one block.
   static constexpr int kKeys = DQK > 128 && kWarpsKV == 1 ? 32 : 64;
   static constexpr int kKeysOfWarp = kKeys / kWarpsKV;
+  // Tiles of keys in shared memory: one is worked on while the others come. Few rows leave the
+  // time to the memory, which wants more under way.
+  static constexpr int kStages = kWarpsKV > 1 && DQK <= 128 ? 3 : 2;
   // 8 elements more than a row shift each row by 4 banks: ldmatrix then has no conflicts.
   static constexpr int kStrideQK = DQK + 8;
   static constexpr int kStrideVO = DVO + 8;
   static constexpr int kStage = kKeys * (kStrideQK + kStrideVO);
-  static constexpr size_t kTileBytes = (kRows * kStrideQK + 2 * kStage) * sizeof(T);
+  static constexpr size_t kTileBytes = (kRows * kStrideQK + kStages * kStage) * sizeof(T);
   // The warps that share rows merge their outputs through the same memory.
   static constexpr size_t kMergeBytes =
       kWarpsKV == 1 ? 0 : kWarpsKV * kRows * (DVO * sizeof(float) + sizeof(float2));
   static constexpr size_t kSharedBytes = kTileBytes > kMergeBytes ? kTileBytes : kMergeBytes;
+  // Blocks that are to fit one SM at a time, which bounds the registers of a thread.
+  static constexpr int kBlocksOfSM = (kWarpsKV > 1 && DVO <= 128) || kBlocksQ > 1 ? 2 : 1;
 };
 
-/*!
- * Warps share a tile of 16 * kWarpsQ rows; with kWarpsKV > 1 several of them work on the same rows
- * and on different keys of a tile, which is for batches with few rows a request.
- */
-template <typename T, int DQK, int DVO, int kWarpsQ, int kWarpsKV, bool kExtras>
-__global__ void __launch_bounds__(32 * kWarpsQ * kWarpsKV, kWarpsQ == 1 && DVO <= 128 ? 3 : 1)
+template <typename T, int DQK, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV, bool kExtras>
+__global__ void __launch_bounds__(
+    32 * kWarpsQ * kWarpsKV, AttentionTraits<T, DQK, DVO, kWarpsQ, kBlocksQ, kWarpsKV>::kBlocksOfSM)
     AttentionKernel(const __grid_constant__ AttentionParams<T> p) {
-  using Traits = AttentionTraits<T, DQK, DVO, kWarpsQ, kWarpsKV>;
-  constexpr int kThreads = Traits::kThreads;
+  using Traits = AttentionTraits<T, DQK, DVO, kWarpsQ, kBlocksQ, kWarpsKV>;
+  constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages;
   constexpr int kTilesS = Traits::kKeysOfWarp / 8;
   extern __shared__ __align__(16) char memory[];
-  __shared__ long long scan[kThreads / 32];
-  __shared__ KeyOffsets offsets[2][Traits::kKeys];
+  __shared__ ScheduleMemory<kThreads> schedule_memory;
+  __shared__ KeyAddress<T> addresses[kStages][Traits::kKeys];
+  __shared__ int exists[kStages][Traits::kKeys];
   __shared__ int range_begin, range_end;
+  __shared__ long long next_index;
   T* q_tile = reinterpret_cast<T*>(memory);
   T* stages = q_tile + Traits::kRows * Traits::kStrideQK;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_q = warp % kWarpsQ, warp_kv = warp / kWarpsQ;
-  Schedule<T, kThreads> schedule(p, Traits::kRows, scan);
+  Schedule<T, kThreads> schedule(p, Traits::kRows, &schedule_memory);
 
-  for (long long index = blockIdx.x;; index += gridDim.x) {
+  // Whoever is done takes the next item: under a causal mask they are of unequal size.
+  for (long long index = blockIdx.x;; index = next_index) {
     WorkItem item;
     const int kv_head = static_cast<int>(index % p.num_kv_heads);
     if (!schedule.Find(index / p.num_kv_heads, &item)) return;
@@ -61,6 +72,7 @@ __global__ void __launch_bounds__(32 * kWarpsQ * kWarpsKV, kWarpsQ == 1 && DVO <
 
     // The keys that some row of the tile sees, and this item's share of them.
     if (threadIdx.x == 0) {
+      next_index = gridDim.x + atomicAdd(p.items_taken, 1ull);
       const int last = min(first_row + Traits::kRows, packed_rows) - 1;
       // Bounds rise with the row, so the first row has the lowest begin and the last the highest
       // end.
@@ -77,71 +89,84 @@ __global__ void __launch_bounds__(32 * kWarpsQ * kWarpsKV, kWarpsQ == 1 && DVO <
     }
     const int begin = range_begin + item.chunk * chunk;
     const int end = min(begin + chunk, max(range_end, range_begin));
-
-    LoadQueries<T, DQK, Traits::kRows, Traits::kStrideQK, kThreads, kExtras>(
-        p, r, kv_head, first_row, packed_rows, q_tile);
-    RowState<DVO> state;
-    KeyRange seen[2];
-    int tree_order[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      state.max[i] = -INFINITY;
-      state.sum[i] = 0.f;
-      const int packed = first_row + warp_q * 16 + lane / 4 + 8 * i;
-      const int row = packed / p.group_size;
-      // Rows past the end see what the last one sees, so that whole tiles stay without mask checks.
-      const int inside = min(row, r.num_rows - 1);
-      seen[i] = RangeOfRow(p, r, inside);
-      seen[i].end = min(seen[i].end, end);
-      tree_order[i] = kExtras ? TreeOrderOfRow(p, r, item.request, inside) : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < DVO / 8; ++i) {
-      state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.f;
-    }
-    const int tree_start = kExtras ? TreeStart(p, r, item.request) : 0x7fffffff;
-    // From whole_begin to whole_end every row of the warp sees every key.
-    const int whole_begin = __reduce_max_sync(0xffffffffu, max(seen[0].begin, seen[1].begin));
-    const int whole_end =
-        min(__reduce_min_sync(0xffffffffu, min(seen[0].end, seen[1].end)), tree_start);
-
     const int num_tiles = CeilDivInt(max(end - begin, 0), Traits::kKeys);
-    KeyOffsets next{-1, -1};
+
+    KeyAddress<T> next;
     auto locate = [&](int tile) {
       const int key = begin + tile * Traits::kKeys + static_cast<int>(threadIdx.x);
-      next = {-1, -1};
+      next = {nullptr, nullptr};
       if (threadIdx.x < Traits::kKeys && key < end) next = LocateKey(p, r, key, kv_head);
     };
     auto publish = [&](int tile) {
-      if (threadIdx.x < Traits::kKeys) offsets[tile % 2][threadIdx.x] = next;
+      if (threadIdx.x >= Traits::kKeys) return;
+      const bool found = next.k != nullptr;
+      addresses[tile % kStages][threadIdx.x] = found ? next : KeyAddress<T>{p.k, p.v};
+      exists[tile % kStages][threadIdx.x] = found;
     };
+    // Every tile is one group of copies, those past the end are empty ones: so many are under way
+    // at each point of the loop.
     auto fetch = [&](int tile) {
-      T* stage = stages + (tile % 2) * Traits::kStage;
-      LoadKeys<T, DQK, Traits::kKeys, Traits::kStrideQK, kThreads>(p.k, offsets[tile % 2], 0,
-                                                                   stage);
-      LoadKeys<T, DVO, Traits::kKeys, Traits::kStrideVO, kThreads>(
-          p.v, offsets[tile % 2], 1, stage + Traits::kKeys * Traits::kStrideQK);
+      if (tile < num_tiles) {
+        T* stage = stages + (tile % kStages) * Traits::kStage;
+        LoadKeys<T, DQK, DVO, Traits::kKeys, kThreads>(addresses[tile % kStages],
+                                                       exists[tile % kStages], stage,
+                                                       stage + Traits::kKeys * Traits::kStrideQK);
+      }
       CommitCopies();
     };
-    if (num_tiles > 0) {
-      locate(0);
-      publish(0);
-      __syncthreads();
-      fetch(0);
-      locate(1);
+#pragma unroll
+    for (int tile = 0; tile < kStages - 1; ++tile) {
+      locate(tile);
+      publish(tile);
     }
-    for (int tile = 0; tile < num_tiles; ++tile) {
-      if (tile + 1 < num_tiles) {
-        publish(tile + 1);
-        __syncthreads();
-        fetch(tile + 1);
-        locate(tile + 2);
-        WaitCopies<1>();
-      } else {
-        WaitCopies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int tile = 0; tile < kStages - 1; ++tile) fetch(tile);
+    locate(kStages - 1);
+
+    LoadQueries<T, DQK, Traits::kRows, Traits::kStrideQK, kThreads, kExtras>(
+        p, r, kv_head, first_row, packed_rows, q_tile);
+
+    // The first of the rows that this thread has scores of.
+    const int first_packed = first_row + warp_q * Traits::kRowsOfWarp + lane / 4;
+    RowState<DVO, kBlocksQ> state;
+    KeyRange seen[kBlocksQ][2];
+    int tree_order[kBlocksQ][2];
+    int lowest_end = 0x7fffffff, highest_begin = 0;
+#pragma unroll
+    for (int m = 0; m < kBlocksQ; ++m) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        state.max[m][i] = -INFINITY;
+        state.sum[m][i] = 0.f;
+        const int packed = first_packed + m * 16 + 8 * i;
+        // Rows past the end see what the last one sees, so that whole tiles stay without mask
+        // checks.
+        const int inside = min(packed / p.group_size, r.num_rows - 1);
+        seen[m][i] = RangeOfRow(p, r, inside);
+        seen[m][i].end = min(seen[m][i].end, end);
+        tree_order[m][i] = kExtras ? TreeOrderOfRow(p, r, item.request, inside) : 0;
+        highest_begin = max(highest_begin, seen[m][i].begin);
+        lowest_end = min(lowest_end, seen[m][i].end);
       }
+#pragma unroll
+      for (int i = 0; i < DVO / 8; ++i) {
+        state.o[m][i][0] = state.o[m][i][1] = state.o[m][i][2] = state.o[m][i][3] = 0.f;
+      }
+    }
+    const int tree_start = kExtras ? TreeStart(p, r, item.request) : 0x7fffffff;
+    // From whole_begin to whole_end every row of the warp sees every key.
+    const int whole_begin = __reduce_max_sync(0xffffffffu, highest_begin);
+    const int whole_end = min(__reduce_min_sync(0xffffffffu, lowest_end), tree_start);
+
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      publish(tile + kStages - 1);
+      WaitCopies<kStages - 2>();
+      // The tile has come, and no warp works any more on the one whose place the next takes.
       __syncthreads();
-      T* k_tile = stages + (tile % 2) * Traits::kStage;
+      fetch(tile + kStages - 1);
+      locate(tile + kStages);
+      T* k_tile = stages + (tile % kStages) * Traits::kStage;
       T* v_tile = k_tile + Traits::kKeys * Traits::kStrideQK;
       const int tile_begin = begin + tile * Traits::kKeys;
       if constexpr (kExtras) {
@@ -153,79 +178,74 @@ __global__ void __launch_bounds__(32 * kWarpsQ * kWarpsKV, kWarpsQ == 1 && DVO <
       }
       const int warp_begin = tile_begin + warp_kv * Traits::kKeysOfWarp;
 
-      // s = q k^T for 16 rows and the keys of this warp.
-      float s[kTilesS][4];
+      // s = q k^T for the rows and the keys of this warp.
+      float s[kBlocksQ][kTilesS][4];
 #pragma unroll
-      for (int i = 0; i < kTilesS; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
-      const T* q_rows = q_tile + (warp_q * 16 + lane % 16) * Traits::kStrideQK + lane / 16 * 8;
+      for (int m = 0; m < kBlocksQ; ++m) {
+#pragma unroll
+        for (int i = 0; i < kTilesS; ++i) {
+          s[m][i][0] = s[m][i][1] = s[m][i][2] = s[m][i][3] = 0.f;
+        }
+      }
+      const T* q_rows =
+          q_tile + (warp_q * Traits::kRowsOfWarp + lane % 16) * Traits::kStrideQK + lane / 16 * 8;
       const T* k_rows =
           k_tile + (warp_kv * Traits::kKeysOfWarp + lane % 8 + lane / 16 * 8) * Traits::kStrideQK +
           lane / 8 % 2 * 8;
 #pragma unroll
       for (int d = 0; d < DQK; d += 16) {
-        uint32_t a[4];
-        LoadMatrices(a, q_rows + d);
+        uint32_t a[kBlocksQ][4];
+#pragma unroll
+        for (int m = 0; m < kBlocksQ; ++m) {
+          LoadMatrices(a[m], q_rows + m * 16 * Traits::kStrideQK + d);
+        }
 #pragma unroll
         for (int i = 0; i < kTilesS; i += 2) {
           uint32_t b[4];
           LoadMatrices(b, k_rows + i * 8 * Traits::kStrideQK + d);
-          MultiplyAdd<T>(s[i], a, b[0], b[1]);
-          MultiplyAdd<T>(s[i + 1], a, b[2], b[3]);
+#pragma unroll
+          for (int m = 0; m < kBlocksQ; ++m) {
+            MultiplyAdd<T>(s[m][i], a[m], b[0], b[1]);
+            MultiplyAdd<T>(s[m][i + 1], a[m], b[2], b[3]);
+          }
         }
       }
 
-      // Scores in units of log2, masked.
-      const bool whole = warp_begin >= whole_begin && warp_begin + Traits::kKeysOfWarp <= whole_end;
+      if constexpr (kExtras) {
+        TransformScores(p, r, kv_head, first_packed, warp_begin + lane % 4 * 2, s);
+      }
+      // A branch round all of the masks: as a condition of each they would cost as much as the
+      // products.
+      if (warp_begin < whole_begin || warp_begin + Traits::kKeysOfWarp > whole_end) {
 #pragma unroll
-      for (int i = 0; i < kTilesS; ++i) {
+        for (int i = 0; i < kTilesS; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int key = warp_begin + i * 8 + lane % 4 * 2 + j % 2;
-          float x = s[i][j] * p.scale_log2;
-          if constexpr (kExtras) {
-            const int packed = first_row + warp_q * 16 + lane / 4 + 8 * (j / 2);
-            x = TransformScore(p, r, x, kv_head, packed, key);
-          }
-          if (!whole) {
-            const KeyRange& range = seen[j / 2];
-            bool visible = key >= range.begin && key < range.end;
+          for (int j = 0; j < 2; ++j) {
+            const int key = warp_begin + i * 8 + lane % 4 * 2 + j;
+            KeyRange orders{-0x7fffffff - 1, 0x7fffffff};
             if constexpr (kExtras) {
-              if (visible && key >= tree_start) {
-                visible = SeesNode(p, item.request, key - tree_start, tree_order[j / 2]);
+              if (key >= tree_start) orders = OrdersOfNode(p, item.request, key - tree_start);
+            }
+#pragma unroll
+            for (int m = 0; m < kBlocksQ; ++m) {
+#pragma unroll
+              for (int h = 0; h < 2; ++h) {
+                const KeyRange& range = seen[m][h];
+                bool visible = key >= range.begin && key < range.end;
+                if constexpr (kExtras) {
+                  visible &= tree_order[m][h] >= orders.begin && tree_order[m][h] < orders.end;
+                }
+                if (!visible) s[m][i][2 * h + j] = -INFINITY;
               }
             }
-            if (!visible) x = -INFINITY;
           }
-          s[i][j] = x;
         }
       }
-
-      // Online softmax; a row is spread over four lanes.
-      uint32_t weights[kTilesS][2];
+      uint32_t weights[kBlocksQ][kTilesS][2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float top = state.max[i];
-#pragma unroll
-        for (int t = 0; t < kTilesS; ++t) top = fmaxf(top, fmaxf(s[t][2 * i], s[t][2 * i + 1]));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        // A row without keys so far has no maximum to subtract: -inf less -inf is NaN.
-        const float base = top == -INFINITY ? 0.f : top;
-        const float rescale = Exp2(state.max[i] - base);
-        state.max[i] = top;
-        float sum = 0.f;
-#pragma unroll
-        for (int t = 0; t < kTilesS; ++t) {
-          const float a = Exp2(s[t][2 * i] - base), b = Exp2(s[t][2 * i + 1] - base);
-          sum += a + b;
-          weights[t][i] = Pack<T>(a, b);
-        }
-        state.sum[i] = state.sum[i] * rescale + sum;
-#pragma unroll
-        for (int t = 0; t < DVO / 8; ++t) {
-          state.o[t][2 * i] *= rescale;
-          state.o[t][2 * i + 1] *= rescale;
-        }
+      for (int m = 0; m < kBlocksQ; ++m) {
+        // Where nothing else changes the scores, the softmax scales them as it subtracts.
+        UpdateState<T>(s[m], kExtras ? 1.f : p.scale_log2, m, &state, weights[m]);
       }
 
       // o += weights v.
@@ -233,26 +253,35 @@ __global__ void __launch_bounds__(32 * kWarpsQ * kWarpsKV, kWarpsQ == 1 && DVO <
           v_tile + (warp_kv * Traits::kKeysOfWarp + lane % 16) * Traits::kStrideVO + lane / 16 * 8;
 #pragma unroll
       for (int i = 0; i < kTilesS; i += 2) {
-        const uint32_t a[4] = {weights[i][0], weights[i][1], weights[i + 1][0], weights[i + 1][1]};
 #pragma unroll
         for (int d = 0; d < DVO; d += 16) {
           uint32_t b[4];
           LoadMatricesTransposed(b, v_rows + i * 8 * Traits::kStrideVO + d);
-          MultiplyAdd<T>(state.o[d / 8], a, b[0], b[1]);
-          MultiplyAdd<T>(state.o[d / 8 + 1], a, b[2], b[3]);
+#pragma unroll
+          for (int m = 0; m < kBlocksQ; ++m) {
+            const uint32_t a[4] = {weights[m][i][0], weights[m][i][1], weights[m][i + 1][0],
+                                   weights[m][i + 1][1]};
+            MultiplyAdd<T>(state.o[m][d / 8], a, b[0], b[1]);
+            MultiplyAdd<T>(state.o[m][d / 8 + 1], a, b[2], b[3]);
+          }
         }
       }
-      __syncthreads();
     }
+    // The memory of the tiles is used again, by the merge and by the next item.
+    WaitCopies<0>();
+    __syncthreads();
 
     // The sums of a row lie in four lanes.
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      state.sum[i] += __shfl_xor_sync(0xffffffffu, state.sum[i], 1);
-      state.sum[i] += __shfl_xor_sync(0xffffffffu, state.sum[i], 2);
+    for (int m = 0; m < kBlocksQ; ++m) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        state.sum[m][i] += __shfl_xor_sync(0xffffffffu, state.sum[m][i], 1);
+        state.sum[m][i] += __shfl_xor_sync(0xffffffffu, state.sum[m][i], 2);
+      }
     }
-    StoreRows<T, DVO, kWarpsQ, kWarpsKV>(p, r, item, kv_head, first_row, packed_rows, num_chunks,
-                                         index, state, memory);
+    StoreRows<T, DVO, kWarpsQ, kBlocksQ, kWarpsKV>(p, r, item, kv_head, first_row, packed_rows,
+                                                   num_chunks, index, state, memory);
     __syncthreads();
   }
 }

@@ -19,6 +19,7 @@ struct AttentionParams {
   int num_qo_heads;
   int num_kv_heads;
   int group_size;
+  int num_rows;
   const T* q;
   int64_t q_stride_row;
   int64_t q_stride_head;
@@ -30,6 +31,7 @@ struct AttentionParams {
   const T* v;
   int64_t k_stride_outer, k_stride_head, k_stride_slot;
   int64_t v_stride_outer, v_stride_head, v_stride_slot;
+  int num_tokens;  // of ragged keys
   int64_t num_pages;
   int64_t num_indices;
   int page_size;  // 0: ragged keys
@@ -64,10 +66,14 @@ struct AttentionParams {
   int resident_blocks;  // that fit the GPU at one time
   float* partial_o;
   float2* partial_state;
-  int* arrivals;  // one counter per tile and KV head, zero at the start
+  int* arrivals;                    // one counter per tile and KV head, zero at the start
+  unsigned long long* items_taken;  // besides the first of each block; zero at the start
 };
 
-/*! \brief Rows and keys of one request, as far as the index arrays may be trusted. */
+/*!
+ * \brief Rows and keys of one request. What the index arrays say is cut to what the tensors hold:
+ * nobody checked it, and wrong contents may give wrong numbers but no access elsewhere.
+ */
 struct RequestInfo {
   int row_begin;
   int num_rows;
@@ -77,49 +83,57 @@ struct RequestInfo {
   int sink_size;
 };
 
+__device__ __forceinline__ int Clamp(int value, int high) { return min(max(value, 0), high); }
+
 template <typename T>
 __device__ __forceinline__ RequestInfo ReadRequest(const AttentionParams<T>& p, int b) {
   RequestInfo r;
-  r.row_begin = p.qo_indptr == nullptr ? b : p.qo_indptr[b];
-  r.num_rows = p.qo_indptr == nullptr ? 1 : max(p.qo_indptr[b + 1] - r.row_begin, 0);
+  r.row_begin = p.qo_indptr == nullptr ? b : Clamp(p.qo_indptr[b], p.num_rows);
+  r.num_rows =
+      p.qo_indptr == nullptr ? 1 : max(Clamp(p.qo_indptr[b + 1], p.num_rows) - r.row_begin, 0);
   r.kv_begin = p.kv_indptr[b];
-  const int count = max(p.kv_indptr[b + 1] - r.kv_begin, 0);
+  int kv_end = p.kv_indptr[b + 1];
   r.window_offset = r.sink_size = 0;
   if (p.page_size == 0) {
-    r.num_keys = count;
+    r.kv_begin = Clamp(r.kv_begin, p.num_tokens);
+    r.num_keys = max(Clamp(kv_end, p.num_tokens) - r.kv_begin, 0);
   } else {
+    const int count = max(kv_end - r.kv_begin, 0);
     r.num_keys = count == 0 ? 0 : (count - 1) * p.page_size + p.last_page_len[b];
     if (p.window_offset != nullptr) {
       r.window_offset = p.window_offset[b];
       r.sink_size = p.sink_size[b];
-      r.num_keys = max(r.num_keys - r.window_offset + r.sink_size, 0);
+      r.num_keys = r.num_keys - r.window_offset + r.sink_size;
     }
+    r.num_keys = max(r.num_keys, 0);
   }
   return r;
 }
 
-/*! \brief Offsets of one key of a request, in K and in V; negative when the page table is bad. */
-struct KeyOffsets {
-  int64_t k;
-  int64_t v;
+/*! \brief Where one key of a request and its value lie; null when the page table is bad. */
+template <typename T>
+struct alignas(16) KeyAddress {
+  const T* k;
+  const T* v;
 };
 
 template <typename T>
-__device__ __forceinline__ KeyOffsets LocateKey(const AttentionParams<T>& p, const RequestInfo& r,
-                                                int key, int kv_head) {
+__device__ __forceinline__ KeyAddress<T> LocateKey(const AttentionParams<T>& p,
+                                                   const RequestInfo& r, int key, int kv_head) {
+  const T* k = p.k + kv_head * p.k_stride_head;
+  const T* v = p.v + kv_head * p.v_stride_head;
   if (p.page_size == 0) {
-    const int64_t token = r.kv_begin + key;
-    return {token * p.k_stride_slot + kv_head * p.k_stride_head,
-            token * p.v_stride_slot + kv_head * p.v_stride_head};
+    const int64_t token = static_cast<int64_t>(r.kv_begin) + key;
+    return {k + token * p.k_stride_slot, v + token * p.v_stride_slot};
   }
   const int slot = key < r.sink_size ? key : key - r.sink_size + r.window_offset;
-  const int64_t index = r.kv_begin + slot / p.page_size;
-  if (index < 0 || index >= p.num_indices) return {-1, -1};
+  const int64_t index = static_cast<int64_t>(r.kv_begin) + slot / p.page_size;
+  if (slot < 0 || index < 0 || index >= p.num_indices) return {nullptr, nullptr};
   const int64_t page = p.indices[index];
-  if (page < 0 || page >= p.num_pages) return {-1, -1};
+  if (page < 0 || page >= p.num_pages) return {nullptr, nullptr};
   const int in_page = slot % p.page_size;
-  return {page * p.k_stride_outer + kv_head * p.k_stride_head + in_page * p.k_stride_slot,
-          page * p.v_stride_outer + kv_head * p.v_stride_head + in_page * p.v_stride_slot};
+  return {k + page * p.k_stride_outer + in_page * p.k_stride_slot,
+          v + page * p.v_stride_outer + in_page * p.v_stride_slot};
 }
 
 /*! \brief The keys [begin, end) that a row may see; a tree takes more away. */

@@ -9,7 +9,7 @@ namespace kernels {
 namespace cuda {
 
 /*! \brief Items per place on the GPU that a large batch is split into; see Schedule. */
-constexpr int kWaves = 4;
+constexpr int kWaves = 2;
 
 __device__ __forceinline__ int CeilDivInt(int a, int b) { return (a + b - 1) / b; }
 
@@ -21,6 +21,18 @@ struct WorkItem {
   int64_t tile_id;  // counts the tiles of the batch
 };
 
+/*! \brief What the threads of a block share to make the schedule and to read it. */
+template <int kThreads>
+struct ScheduleMemory {
+  // Batches up to this size are looked up in a table; larger ones are counted again for each item.
+  static constexpr int kTableSize = 256;
+  long long sums[kThreads / 32];
+  int item_end[kTableSize];
+  int tile_end[kTableSize];
+  WorkItem found;
+  int is_found;
+};
+
 /*!
  * \brief Numbers the items of a batch: requests, tiles, chunks, in this order. An item is a chunk
  * of the largest number of keys that a tile of its request can see; some items find no keys left.
@@ -28,9 +40,11 @@ struct WorkItem {
 template <typename T, int kThreads>
 class Schedule {
  public:
-  /*! \brief shared: a value for each warp. All threads of the block call this. */
-  __device__ Schedule(const AttentionParams<T>& p, int tile_rows, long long* shared)
-      : p_(p), tile_rows_(tile_rows), shared_(shared) {
+  using Memory = ScheduleMemory<kThreads>;
+
+  /*! \brief All threads of the block call this, and Find. */
+  __device__ Schedule(const AttentionParams<T>& p, int tile_rows, Memory* memory)
+      : p_(p), tile_rows_(tile_rows), memory_(memory) {
     long long work = 0, tiles = 0;
     for (int b = threadIdx.x; b < p.batch_size; b += kThreads) {
       const RequestInfo r = ReadRequest(p, b);
@@ -51,6 +65,12 @@ class Schedule {
     } else {
       chunk_len_ = 1 << 30;
     }
+    if (p.batch_size <= Memory::kTableSize) {
+      ForEachRequest([&](int b, const RequestInfo&, long long item_end, long long tile_end) {
+        memory_->item_end[b] = static_cast<int>(item_end);
+        memory_->tile_end[b] = static_cast<int>(tile_end);
+      });
+    }
   }
 
   /*! \brief Keys of a chunk when a tile sees `num_keys`: its chunks are of about equal length. */
@@ -59,37 +79,32 @@ class Schedule {
     return max(CeilDivInt(CeilDivInt(num_keys, chunks), 64) * 64, 64);
   }
 
-  /*! \brief Find item `index`; false when there are not so many. All threads call this. */
+  /*! \brief Find item `index`; false when there are not so many. */
   __device__ bool Find(long long index, WorkItem* item) {
-    __shared__ WorkItem found;
-    __shared__ int is_found;
-    if (threadIdx.x == 0) is_found = 0;
-    long long items_before = 0, tiles_before = 0;
-    for (int base = 0; base < p_.batch_size; base += kThreads) {
-      const int b = base + threadIdx.x;
-      int tiles = 0, chunks = 0;
-      if (b < p_.batch_size) {
-        const RequestInfo r = ReadRequest(p_, b);
-        tiles = Tiles(r);
-        chunks = Chunks(r);
+    if (p_.batch_size <= Memory::kTableSize) {
+      int low = 0, high = p_.batch_size;  // the first request that ends after the item
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        if (memory_->item_end[middle] > index) {
+          high = middle;
+        } else {
+          low = middle + 1;
+        }
       }
-      long long items_total, tiles_total;
-      const long long item_end =
-          items_before + InclusiveScan(static_cast<long long>(tiles) * chunks, &items_total);
-      const long long tile_end = tiles_before + InclusiveScan(tiles, &tiles_total);
-      const long long item_begin = item_end - static_cast<long long>(tiles) * chunks;
-      if (index >= item_begin && index < item_end) {
-        const int local = static_cast<int>(index - item_begin);
-        found = {b, local / chunks, local % chunks, tile_end - tiles + local / chunks};
-        is_found = 1;
-      }
-      items_before += items_total;
-      tiles_before += tiles_total;
-      __syncthreads();
-      if (is_found) break;
+      if (low == p_.batch_size) return false;
+      *item = MakeItem(low, ReadRequest(p_, low), index, memory_->item_end[low],
+                       memory_->tile_end[low]);
+      return true;
     }
-    *item = found;
-    const bool result = is_found != 0;
+    if (threadIdx.x == 0) memory_->is_found = 0;
+    __syncthreads();
+    ForEachRequest([&](int b, const RequestInfo& r, long long item_end, long long tile_end) {
+      if (index >= item_end || index < item_end - Items(r)) return;
+      memory_->found = MakeItem(b, r, index, item_end, tile_end);
+      memory_->is_found = 1;
+    });
+    *item = memory_->found;
+    const bool result = memory_->is_found != 0;
     __syncthreads();
     return result;
   }
@@ -108,6 +123,39 @@ class Schedule {
     return max(CeilDivInt(r.num_keys, chunk_len_), 1);
   }
 
+  __device__ long long Items(const RequestInfo& r) const {
+    return static_cast<long long>(Tiles(r)) * Chunks(r);
+  }
+
+  __device__ WorkItem MakeItem(int b, const RequestInfo& r, long long index, long long item_end,
+                               long long tile_end) const {
+    const int tiles = Tiles(r), chunks = Chunks(r);
+    const int local = static_cast<int>(index - (item_end - Items(r)));
+    // The last rows of a request come first: under a causal mask they see the most keys, and small
+    // items are best left for the end.
+    const int tile = tiles - 1 - local / chunks;
+    return {b, tile, local % chunks, tile_end - tiles + tile};
+  }
+
+  /*! \brief Call visit with each request and the numbers of items and tiles up to its end. */
+  template <typename Visit>
+  __device__ void ForEachRequest(const Visit& visit) {
+    long long items_before = 0, tiles_before = 0;
+    for (int base = 0; base < p_.batch_size; base += kThreads) {
+      const int b = base + threadIdx.x;
+      RequestInfo r{};
+      if (b < p_.batch_size) r = ReadRequest(p_, b);
+      long long items_total, tiles_total;
+      const bool exists = b < p_.batch_size;
+      const long long item_end = items_before + InclusiveScan(exists ? Items(r) : 0, &items_total);
+      const long long tile_end = tiles_before + InclusiveScan(exists ? Tiles(r) : 0, &tiles_total);
+      if (exists) visit(b, r, item_end, tile_end);
+      items_before += items_total;
+      tiles_before += tiles_total;
+    }
+    __syncthreads();
+  }
+
   __device__ long long InclusiveScan(long long value, long long* total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -115,12 +163,12 @@ class Schedule {
       const long long other = __shfl_up_sync(0xffffffffu, value, step);
       if (lane >= step) value += other;
     }
-    if (lane == 31) shared_[warp] = value;
+    if (lane == 31) memory_->sums[warp] = value;
     __syncthreads();
     long long before = 0, sum = 0;
     for (int w = 0; w < kThreads / 32; ++w) {
-      if (w < warp) before += shared_[w];
-      sum += shared_[w];
+      if (w < warp) before += memory_->sums[w];
+      sum += memory_->sums[w];
     }
     __syncthreads();
     *total = sum;
@@ -135,7 +183,7 @@ class Schedule {
 
   const AttentionParams<T>& p_;
   int tile_rows_;
-  long long* shared_;
+  Memory* memory_;
   int chunk_len_;
 };
 

@@ -10,13 +10,54 @@ namespace tvm_flashinfer {
 namespace kernels {
 namespace cuda {
 
-/*! \brief Softmax state and output of the 16 rows of a warp, two rows a thread. */
-template <int DVO>
+/*! \brief Softmax state and output of the rows of a warp: of each block of 16, two rows a thread.
+ */
+template <int DVO, int kBlocksQ>
 struct RowState {
-  float max[2];
-  float sum[2];
-  float o[DVO / 8][4];
+  float max[kBlocksQ][2];
+  float sum[kBlocksQ][2];
+  float o[kBlocksQ][DVO / 8][4];
 };
+
+/*!
+ * \brief Take the scores of one block of rows into its state: online softmax of scale * s, in units
+ * of log2. A row is spread over four lanes. The weights come packed as the next product takes them.
+ */
+template <typename T, int DVO, int kBlocksQ, int kTilesS>
+__device__ __forceinline__ void UpdateState(const float (&s)[kTilesS][4], float scale, int m,
+                                            RowState<DVO, kBlocksQ>* state,
+                                            uint32_t (&weights)[kTilesS][2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float top = s[0][2 * i];
+#pragma unroll
+    for (int t = 0; t < kTilesS; ++t) top = fmaxf(top, fmaxf(s[t][2 * i], s[t][2 * i + 1]));
+    top = fmaxf(state->max[m][i], top * scale);
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    // A row without keys so far has no maximum to subtract: -inf less -inf is NaN.
+    const float base = top == -INFINITY ? 0.f : top;
+    const float rescale = Exp2(state->max[m][i] - base);
+    state->max[m][i] = top;
+    float sum = 0.f;
+#pragma unroll
+    for (int t = 0; t < kTilesS; ++t) {
+      const float a = Exp2(fmaf(s[t][2 * i], scale, -base));
+      const float b = Exp2(fmaf(s[t][2 * i + 1], scale, -base));
+      sum += a + b;
+      weights[t][i] = Pack<T>(a, b);
+    }
+    state->sum[m][i] = state->sum[m][i] * rescale + sum;
+    // After the first tiles of a row its maximum seldom changes.
+    if (__any_sync(0xffffffffu, rescale != 1.f)) {
+#pragma unroll
+      for (int t = 0; t < DVO / 8; ++t) {
+        state->o[m][t][2 * i] *= rescale;
+        state->o[m][t][2 * i + 1] *= rescale;
+      }
+    }
+  }
+}
 
 template <typename T>
 __device__ __forceinline__ float2 RotaryAngle(const AttentionParams<T>& p, int position,
@@ -78,21 +119,46 @@ __device__ __forceinline__ void LoadQueries(const AttentionParams<T>& p, const R
   }
 }
 
-/*! \brief Start the copy of one tile of K (which 0) or V (which 1); keys without offset become 0.
+/*!
+ * \brief Start the copy of one tile of keys and values, whose rows have 8 elements of padding; keys
+ * that do not exist become 0.
  */
-template <typename T, int D, int kKeys, int kStride, int kThreads>
-__device__ __forceinline__ void LoadKeys(const T* base, const KeyOffsets* offsets, int which,
-                                         T* tile) {
-  constexpr int kPieces = D / 8;
-  constexpr int kCount = kKeys * kPieces;
+template <typename T, int DQK, int DVO, int kKeys, int kThreads>
+__device__ __forceinline__ void LoadKeys(const KeyAddress<T>* addresses, const int* exists,
+                                         T* k_tile, T* v_tile) {
+  auto load = [&](auto head_dim, auto loads_k, auto loads_v) {
+    constexpr int D = decltype(head_dim)::value;
+    constexpr unsigned kPieces = D / 8, kCount = kKeys * kPieces;
 #pragma unroll
-  for (int i = 0; i < (kCount + kThreads - 1) / kThreads; ++i) {
-    const int index = i * kThreads + threadIdx.x;
-    if (kCount % kThreads != 0 && index >= kCount) break;
-    const int key = index / kPieces, d = index % kPieces * 8;
-    const int64_t offset = which == 0 ? offsets[key].k : offsets[key].v;
-    const bool valid = offset >= 0;
-    CopyAsync16(tile + key * kStride + d, valid ? base + offset + d : base, valid);
+    for (unsigned i = 0; i < (kCount + kThreads - 1) / kThreads; ++i) {
+      // A thread has the same columns of each of its keys where the numbers allow it; spelled out,
+      // since the compiler does not see it.
+      unsigned key, d;
+      if constexpr (kThreads % kPieces == 0) {
+        key = threadIdx.x / kPieces + i * (kThreads / kPieces);
+        d = threadIdx.x % kPieces * 8;
+      } else {
+        key = (i * kThreads + threadIdx.x) / kPieces;
+        d = (i * kThreads + threadIdx.x) % kPieces * 8;
+      }
+      if (kCount % kThreads != 0 && key >= kKeys) break;
+      // As one load: a field at a time the compiler makes four of them.
+      const ulonglong2 raw = *reinterpret_cast<const ulonglong2*>(&addresses[key]);
+      const KeyAddress<T> at{reinterpret_cast<const T*>(raw.x), reinterpret_cast<const T*>(raw.y)};
+      if constexpr (decltype(loads_k)::value) {
+        CopyAsync16(k_tile + key * (D + 8) + d, at.k + d, exists[key]);
+      }
+      if constexpr (decltype(loads_v)::value) {
+        CopyAsync16(v_tile + key * (D + 8) + d, at.v + d, exists[key]);
+      }
+    }
+  };
+  using std::integral_constant;
+  if constexpr (DQK == DVO) {
+    load(integral_constant<int, DQK>(), std::true_type(), std::true_type());
+  } else {
+    load(integral_constant<int, DQK>(), std::true_type(), std::false_type());
+    load(integral_constant<int, DVO>(), std::false_type(), std::true_type());
   }
 }
 
@@ -132,29 +198,58 @@ __device__ __forceinline__ int TreeOrderOfRow(const AttentionParams<T>& p, const
   return p.tree_mask[2 * (static_cast<int64_t>(p.tree_indptr[request]) + node)];
 }
 
+/*! \brief The orders of the rows that see a node of the tree; none for a node that is not there. */
 template <typename T>
-__device__ __forceinline__ bool SeesNode(const AttentionParams<T>& p, int request, int node,
-                                         int order) {
-  if (node < 0 || node >= NumNodes(p, request)) return false;
+__device__ __forceinline__ KeyRange OrdersOfNode(const AttentionParams<T>& p, int request,
+                                                 int node) {
+  if (node < 0 || node >= NumNodes(p, request)) return {0, 0};
   const int32_t* interval = p.tree_mask + 2 * (static_cast<int64_t>(p.tree_indptr[request]) + node);
-  return order >= interval[0] && order < interval[1];
+  return {interval[0], interval[1]};
 }
 
-/*! \brief Cap and slopes, on a score in units of log2 (before a cap: of the cap). */
-template <typename T>
-__device__ __forceinline__ float TransformScore(const AttentionParams<T>& p, const RequestInfo& r,
-                                                float x, int kv_head, int packed, int key) {
-  if (p.cap_log2 != 0.f) {
-    // tanh by exp2: the fast tanh is off by 5e-4, which a cap of 50 makes 0.025.
-    const float e = Exp2(2.f * 1.4426950408889634f * x);
-    x = p.cap_log2 * (1.f - 2.f / (e + 1.f));
+/*!
+ * \brief Scale, cap and slopes: products become scores in units of log2. `packed` and `key` are
+ * those of the thread's first score.
+ */
+template <typename T, int kBlocksQ, int kTilesS>
+__device__ __forceinline__ void TransformScores(const AttentionParams<T>& p, const RequestInfo& r,
+                                                int kv_head, int packed, int key,
+                                                float (&s)[kBlocksQ][kTilesS][4]) {
+  const bool has_cap = p.cap_log2 != 0.f;
+#pragma unroll
+  for (int m = 0; m < kBlocksQ; ++m) {
+#pragma unroll
+    for (int i = 0; i < kTilesS; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[m][i][j] *= p.scale_log2;
+    }
+    if (has_cap) {
+#pragma unroll
+      for (int i = 0; i < kTilesS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          // tanh by exp2: the fast tanh is off by 5e-4, which a cap of 50 makes 0.025.
+          const float e = Exp2(2.f * 1.4426950408889634f * s[m][i][j]);
+          s[m][i][j] = p.cap_log2 * (1.f - 2.f / (e + 1.f));
+        }
+      }
+    }
+    if (p.alibi_slopes != nullptr) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int own = packed + m * 16 + 8 * h;
+        const int head = kv_head * p.group_size + own % p.group_size;
+        const float slope =
+            head < p.num_qo_heads ? p.alibi_slopes[head] * 1.4426950408889634f : 0.f;
+        const int distance = key - own / p.group_size - r.num_keys + r.num_rows;
+#pragma unroll
+        for (int i = 0; i < kTilesS; ++i) {
+          s[m][i][2 * h] += slope * static_cast<float>(distance + i * 8);
+          s[m][i][2 * h + 1] += slope * static_cast<float>(distance + i * 8 + 1);
+        }
+      }
+    }
   }
-  if (p.alibi_slopes != nullptr) {
-    const int row = packed / p.group_size, head = kv_head * p.group_size + packed % p.group_size;
-    const float slope = head < p.num_qo_heads ? p.alibi_slopes[head] : 0.f;
-    x += slope * 1.4426950408889634f * static_cast<float>(key - row - r.num_keys + r.num_rows);
-  }
-  return x;
 }
 
 /*! \brief Output address of one packed row. */
@@ -192,12 +287,13 @@ __device__ __forceinline__ float FinishRow(const AttentionParams<T>& p, const Ou
  * \brief Write the rows of a tile: to the output, or as a part when keys were split. The block
  * whose part is the last of its tile merges them all.
  */
-template <typename T, int DVO, int kWarpsQ, int kWarpsKV>
+template <typename T, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV>
 __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const RequestInfo& r,
                                           const WorkItem& item, int kv_head, int first_row,
                                           int packed_rows, int num_chunks, long long index,
-                                          RowState<DVO>& state, char* memory) {
-  constexpr int kRows = 16 * kWarpsQ, kThreads = 32 * kWarpsQ * kWarpsKV;
+                                          RowState<DVO, kBlocksQ>& state, char* memory) {
+  static_assert(kWarpsKV == 1 || kBlocksQ == 1, "warps that share rows have few of them");
+  constexpr int kRows = 16 * kBlocksQ * kWarpsQ, kThreads = 32 * kWarpsQ * kWarpsKV;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_q = warp % kWarpsQ, warp_kv = warp / kWarpsQ;
   float* merged = reinterpret_cast<float*>(memory);
@@ -209,12 +305,14 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = warp_q * 16 + lane / 4 + 8 * i;
-      if (lane % 4 == 0) states[warp_kv * kRows + row] = make_float2(state.max[i], state.sum[i]);
+      if (lane % 4 == 0) {
+        states[warp_kv * kRows + row] = make_float2(state.max[0][i], state.sum[0][i]);
+      }
       float* out = merged + (warp_kv * kRows + row) * DVO + lane % 4 * 2;
 #pragma unroll
       for (int t = 0; t < DVO / 8; ++t) {
         *reinterpret_cast<float2*>(out + t * 8) =
-            make_float2(state.o[t][2 * i], state.o[t][2 * i + 1]);
+            make_float2(state.o[0][t][2 * i], state.o[0][t][2 * i + 1]);
       }
     }
     __syncthreads();
@@ -223,16 +321,29 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
   float* part_o = p.partial_o + index * kRows * DVO;
   float2* part_state = p.partial_state + index * kRows;
 
-  // One pair of columns at a time, whoever holds it.
-  auto store = [&](int row, int d, float2 value, float top, float sum, bool first) {
+  // Where the columns of one row go, and what they are multiplied by.
+  struct Target {
+    T* o;         // null for a part
+    float* part;  // of this row
+    float scale;
+  };
+  auto target_of = [&](int row, float top, float sum, bool first) {
+    Target target{nullptr, part_o + row * DVO, 1.f};
     if (num_chunks == 1) {
       const OutputRow<T> out = LocateRow(p, r, kv_head, first_row + row);
-      const float scale = FinishRow(p, out, top, sum, first);
-      *reinterpret_cast<uint32_t*>(p.o + out.state * DVO + d) =
-          Pack<T>(value.x * scale, value.y * scale);
+      target.scale = FinishRow(p, out, top, sum, first);
+      target.o = p.o + out.state * DVO;
+    } else if (first) {
+      part_state[row] = make_float2(top, sum);
+    }
+    return target;
+  };
+  auto store = [](const Target& target, int d, float2 value) {
+    if (target.o != nullptr) {
+      *reinterpret_cast<uint32_t*>(target.o + d) =
+          Pack<T>(value.x * target.scale, value.y * target.scale);
     } else {
-      *reinterpret_cast<float2*>(part_o + row * DVO + d) = value;
-      if (first) part_state[row] = make_float2(top, sum);
+      *reinterpret_cast<float2*>(target.part + d) = value;
     }
   };
   if constexpr (kWarpsKV > 1) {
@@ -253,17 +364,21 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
         value.x += weight * o.x;
         value.y += weight * o.y;
       }
-      store(row, d, value, top, sum, d == 0);
+      store(target_of(row, top, sum, d == 0), d, value);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = warp_q * 16 + lane / 4 + 8 * i;
-      if (row >= valid_rows) continue;
+    for (int m = 0; m < kBlocksQ; ++m) {
 #pragma unroll
-      for (int t = 0; t < DVO / 8; ++t) {
-        store(row, t * 8 + lane % 4 * 2, make_float2(state.o[t][2 * i], state.o[t][2 * i + 1]),
-              state.max[i], state.sum[i], t == 0 && lane % 4 == 0);
+      for (int i = 0; i < 2; ++i) {
+        const int row = (warp_q * kBlocksQ + m) * 16 + lane / 4 + 8 * i;
+        if (row >= valid_rows) continue;
+        const Target target = target_of(row, state.max[m][i], state.sum[m][i], lane % 4 == 0);
+#pragma unroll
+        for (int t = 0; t < DVO / 8; ++t) {
+          store(target, t * 8 + lane % 4 * 2,
+                make_float2(state.o[m][t][2 * i], state.o[m][t][2 * i + 1]));
+        }
       }
     }
   }

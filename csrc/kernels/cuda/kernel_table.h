@@ -104,10 +104,10 @@ using RaggedAttentionFn = int (*)(const AttentionArgs& args, const RaggedKV& kv,
 /*!
  * \brief Attention that is scheduled on the device, for calls without a plan. One of paged and
  * ragged is null. All index arrays are read on the device alone, so that a call can be captured in
- * a graph. num_indices is the length of paged->indices, which bounds what is read of them.
+ * a graph. kv_length is that of paged->indices, or of ragged keys: it bounds what is read of them.
  */
 using AttentionFn = int (*)(const AttentionArgs& args, const PagedKV* paged, const RaggedKV* ragged,
-                            const AttentionExtras& extras, int64_t num_indices, CudaStream stream,
+                            const AttentionExtras& extras, int64_t kv_length, CudaStream stream,
                             char* error);
 using MergeStateFn = int (*)(const MergeStateArgs& args, CudaStream stream, char* error);
 using SplitRotaryFn = int (*)(const SplitRotaryArgs& args, CudaStream stream, char* error);

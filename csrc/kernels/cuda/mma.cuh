@@ -13,11 +13,13 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/*! \brief Start a copy of 16 bytes to shared memory; zeros are written when `valid` is false. */
-__device__ __forceinline__ void CopyAsync16(void* shared, const void* global, bool valid) {
+/*! \brief Start a copy of 16 bytes to shared memory; zeros come when `exists` is 0. */
+__device__ __forceinline__ void CopyAsync16(void* shared, const void* global, int exists) {
   asm volatile(
-      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(SharedAddress(shared)),
-      "l"(global), "r"(valid ? 16 : 0));
+      "{\n.reg .pred ignored;\nsetp.eq.s32 ignored, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignored;\n}\n" ::"r"(
+          SharedAddress(shared)),
+      "l"(global), "r"(exists));
 }
 
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;\n" ::); }

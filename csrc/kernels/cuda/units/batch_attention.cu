@@ -13,12 +13,13 @@ static_assert(kHeadDimQK % 16 == 0 && kHeadDimVO % 16 == 0, "head dimensions com
 
 AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
                               const RaggedKV* ragged, const AttentionExtras& extras,
-                              int64_t num_indices) {
+                              int64_t kv_length) {
   AttentionParams<T> p{};
   p.batch_size = args.batch_size;
   p.num_qo_heads = args.num_qo_heads;
   p.num_kv_heads = args.num_kv_heads;
   p.group_size = args.num_qo_heads / args.num_kv_heads;
+  p.num_rows = static_cast<int>(args.num_rows);
   p.q = static_cast<const T*>(args.q);
   p.q_stride_row = args.q_stride_row;
   p.q_stride_head = args.q_stride_head;
@@ -35,7 +36,7 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
     p.v_stride_head = paged->v_stride_head;
     p.v_stride_slot = paged->v_stride_slot;
     p.num_pages = paged->num_pages;
-    p.num_indices = num_indices;
+    p.num_indices = kv_length;
     p.page_size = paged->page_size;
     p.kv_indptr = paged->indptr;
     p.indices = paged->indices;
@@ -49,6 +50,7 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
     p.k_stride_slot = ragged->k_stride_token;
     p.v_stride_head = ragged->v_stride_head;
     p.v_stride_slot = ragged->v_stride_token;
+    p.num_tokens = static_cast<int>(kv_length);
     p.kv_indptr = ragged->indptr;
   }
   p.causal = args.causal;
@@ -106,10 +108,11 @@ cudaError_t ResidentBlocks(int threads, size_t shared, int* blocks) {
   return cudaSuccess;
 }
 
-template <int kWarpsQ, int kWarpsKV, bool kExtras>
+template <int kWarpsQ, int kBlocksQ, int kWarpsKV, bool kExtras>
 cudaError_t Run(AttentionParams<T> p, int64_t num_rows, cudaStream_t stream) {
-  using Traits = AttentionTraits<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kWarpsKV>;
-  constexpr auto kernel = AttentionKernel<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kWarpsKV, kExtras>;
+  using Traits = AttentionTraits<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV>;
+  constexpr auto kernel =
+      AttentionKernel<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV, kExtras>;
   cudaError_t status =
       ResidentBlocks<kernel>(Traits::kThreads, Traits::kSharedBytes, &p.resident_blocks);
   if (status != cudaSuccess) return status;
@@ -117,14 +120,15 @@ cudaError_t Run(AttentionParams<T> p, int64_t num_rows, cudaStream_t stream) {
   const int64_t slots = static_cast<int64_t>(kWaves) * p.resident_blocks;
   const size_t o_bytes = slots * Traits::kRows * kHeadDimVO * sizeof(float);
   const size_t state_bytes = slots * Traits::kRows * sizeof(float2);
-  const size_t arrival_bytes = slots * sizeof(int);
+  const size_t counter_bytes = sizeof(unsigned long long) + slots * sizeof(int);
   char* workspace = nullptr;
-  status = cudaMallocAsync(&workspace, o_bytes + state_bytes + arrival_bytes, stream);
+  status = cudaMallocAsync(&workspace, o_bytes + state_bytes + counter_bytes, stream);
   if (status != cudaSuccess) return status;
   p.partial_o = reinterpret_cast<float*>(workspace);
   p.partial_state = reinterpret_cast<float2*>(workspace + o_bytes);
-  p.arrivals = reinterpret_cast<int*>(workspace + o_bytes + state_bytes);
-  status = cudaMemsetAsync(p.arrivals, 0, arrival_bytes, stream);
+  p.items_taken = reinterpret_cast<unsigned long long*>(workspace + o_bytes + state_bytes);
+  p.arrivals = reinterpret_cast<int*>(p.items_taken + 1);
+  status = cudaMemsetAsync(p.items_taken, 0, counter_bytes, stream);
   if (status == cudaSuccess) {
     const int64_t tiles =
         CeilDiv(num_rows * p.group_size, Traits::kRows) + p.batch_size;  // at most
@@ -138,29 +142,28 @@ cudaError_t Run(AttentionParams<T> p, int64_t num_rows, cudaStream_t stream) {
 }
 
 int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const RaggedKV* ragged,
-                   const AttentionExtras& extras, int64_t num_indices, CudaStream stream,
+                   const AttentionExtras& extras, int64_t kv_length, CudaStream stream,
                    char* error) {
   return Guarded(stream, error, [&](cudaStream_t handle) {
     if (extras.rotary_dim / 2 > kMaxInlineRotaryPairs) {
       throw std::invalid_argument("rotary_dim is " + std::to_string(extras.rotary_dim) +
                                   ", inside attention it can be 256 at most");
     }
-    const AttentionParams<T> p = MakeParams(args, paged, ragged, extras, num_indices);
+    const AttentionParams<T> p = MakeParams(args, paged, ragged, extras, kv_length);
     const bool has_extras = extras.tree_indptr != nullptr || extras.logits_soft_cap > 0 ||
                             extras.alibi_slopes != nullptr || extras.rotary_dim > 0;
-    auto run = [&](auto warps_q, auto warps_kv) {
-      constexpr int kWarpsQ = decltype(warps_q)::value, kWarpsKV = decltype(warps_kv)::value;
-      return has_extras ? Run<kWarpsQ, kWarpsKV, true>(p, args.num_rows, handle)
-                        : Run<kWarpsQ, kWarpsKV, false>(p, args.num_rows, handle);
-    };
-    using std::integral_constant;
     // Tiles about as large as the requests: larger ones read the keys less often.
     const int64_t rows_of_request =
         args.num_rows * p.group_size / std::max<int64_t>(args.batch_size, 1);
-    if (rows_of_request <= 32) return run(integral_constant<int, 1>(), integral_constant<int, 4>());
-    if (rows_of_request <= 256)
-      return run(integral_constant<int, 4>(), integral_constant<int, 1>());
-    return run(integral_constant<int, 8>(), integral_constant<int, 1>());
+    auto run = [&](auto extras_tag) {
+      constexpr bool kExtras = decltype(extras_tag)::value;
+      if (rows_of_request <= 32) return Run<1, 1, 4, kExtras>(p, args.num_rows, handle);
+      if (rows_of_request <= 256) return Run<4, 1, 1, kExtras>(p, args.num_rows, handle);
+      // Two blocks of rows a warp read each key once for both, if the registers hold them.
+      constexpr bool kFits = !kExtras && kHeadDimQK <= 128 && kHeadDimVO <= 128;
+      return Run<kFits ? 4 : 8, kFits ? 2 : 1, 1, kExtras>(p, args.num_rows, handle);
+    };
+    return has_extras ? run(std::true_type()) : run(std::false_type());
   });
 }
 
