@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 
 from tvm_flashinfer import _native
-from tvm_flashinfer.hooks import disable, enable, turned_off, unsupported_tvm
+from tvm_flashinfer.contract import UnsupportedTVMError, check_contract
+from tvm_flashinfer.hooks import disable, enable, turned_off
 
 __version__ = "0.1.0"
 
@@ -24,9 +25,10 @@ def _register() -> None:
     if tvm is not None:
         if getattr(tvm.__spec__, "_initializing", False):
             return
-        reason = unsupported_tvm()
-        if reason is not None:
-            raise ImportError(f"tvm_flashinfer cannot be used: {reason}")
+        try:
+            check_contract()
+        except UnsupportedTVMError as error:
+            raise ImportError(f"tvm_flashinfer cannot be used: {error}") from error
     _native.load()
 
 

@@ -42,6 +42,7 @@ def load() -> Path:
     tvm_ffi.load_module(path)
     tvm_ffi.register_global_func("flashinfer.load_prebuilt_kernels", _load_prebuilt_kernels)
     tvm_ffi.register_global_func("flashinfer.request_kernels", _request_kernels)
+    tvm_ffi.register_global_func("flashinfer.check_tvm", _check_tvm)
     return path
 
 
@@ -52,6 +53,17 @@ def _load_prebuilt_kernels() -> None:
 
     for library in sorted((lib_dir() / "kernels").glob("*.so")):
         tvm_ffi.get_global_func("flashinfer.load_kernels")(str(library))
+
+
+def _check_tvm() -> None:
+    """Raise when the imported TVM calls its cache's functions in another way than ours are called.
+
+    The native library asks when a cache is created: a model may run under another TVM than the one
+    it was compiled with.
+    """
+    from tvm_flashinfer.contract import check_contract
+
+    check_contract()
 
 
 def _request_kernels(

@@ -166,15 +166,29 @@ def cache_prune(days: float, everything: bool) -> None:
 def doctor(as_json: bool) -> None:
     """Tell what this machine has for building and running kernels.
 
-    Paste the output into bug reports. The exit status is 0 even when something is missing.
+    It also makes a small KV cache and compares how the installed TVM calls the functions of it with
+    what those here take. Paste the output into bug reports. The exit status is 1 when TVM calls
+    otherwise, and 0 else, even when something is missing.
     """
     found = environment()
+    contract = found["tvm_contract"]
     if as_json:
         click.echo(json.dumps(found, indent=2))
-        return
+    else:
+        _print_environment(found)
+    if contract is not None and not contract["fits"]:
+        raise SystemExit(1)
+
+
+def _print_environment(found: dict[str, Any]) -> None:
+    contract = found["tvm_contract"]
     for name, value in found.items():
-        if name != "problems":
+        if name not in ("problems", "tvm_contract"):
             click.echo(f"{name.replace('_', ' '):<20} {_describe(value)}")
+    if contract is not None and contract["fits"]:
+        click.echo("TVM's KV cache calls the functions here as they take it")
+    for difference in contract["differences"] if contract is not None else ():
+        click.echo(f"problem: TVM's KV cache calls the functions here otherwise: {difference}")
     for problem in found["problems"]:
         click.echo(f"problem: {problem}")
     if not found["problems"]:

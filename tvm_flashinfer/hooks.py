@@ -7,7 +7,6 @@ turns this hook off, ``TVM_DEVICE_BACKEND_AUTOLOAD=0`` all of TVM's. `enable` is
 from __future__ import annotations
 
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,8 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-#: Releases of TVM whose calling conventions are served.
-SUPPORTED_TVM = ((0, 26), (0, 27))
+from tvm_flashinfer.contract import check_contract
 
 _KV_CACHE = "tvm.relax.frontend.nn.llm.kv_cache"
 _CLASS = "FlashInferPagedKVCache"
@@ -29,20 +27,6 @@ class HookWarning(UserWarning):
     """The hook at ``import tvm`` did not do its work."""
 
 
-def unsupported_tvm() -> str | None:
-    """Return why the imported TVM is not served, or None when it is."""
-    import tvm
-
-    match = re.match(r"(\d+)\.(\d+)", tvm.__version__)
-    if match and tuple(map(int, match.groups())) in SUPPORTED_TVM:
-        return None
-    served = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_TVM)
-    return (
-        f"apache-tvm is {tvm.__version__}; {served} are served, other releases call the functions "
-        "of their KV cache in other ways. Install one of those"
-    )
-
-
 def enable() -> None:
     """Register ``flashinfer.*`` and put our paged KV cache into the place of TVM's FlashInfer one.
 
@@ -50,14 +34,12 @@ def enable() -> None:
 
     Raises
     ------
-    RuntimeError
-        When the imported TVM is not served.
+    UnsupportedTVMError
+        When the imported TVM calls the functions of its KV cache in another way.
     """
-    reason = unsupported_tvm()
-    if reason is not None:
-        raise RuntimeError(reason)
     from tvm_flashinfer import _native
 
+    check_contract()
     _native.load()
     from tvm import _RUNTIME_ONLY
 

@@ -2,6 +2,7 @@
 // the functions. The cache learns only when it is created whether sequences may slide, so the
 // choice is made here, at run time.
 #include <tvm/ffi/any.h>
+#include <tvm/ffi/function.h>
 
 #include <string>
 
@@ -24,6 +25,9 @@ Array<Any> Planned(Function run, Function plan) {
 
 Array<Any> MakeCacheSlot(String slot, String options, bool planned,
                          int64_t support_sliding_window) {
+  // The Python package registers it. The model may have been compiled with another TVM, and what
+  // this one calls must show here and not in a request.
+  if (auto check_tvm = Function::GetGlobal("flashinfer.check_tvm")) (*check_tvm)();
   // Made in any case: what is wrong with the options shows now, whichever kernels serve the slot.
   Function unplanned = BindAttention(slot, options, Optional<Tensor>(), Optional<Tensor>());
   const Checker check("cache_slot");

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
-import pytest
-import tvm_ffi
+import json
+from collections.abc import Iterator
 
-from tvm_flashinfer.relax import contract_probe
-from tvm_flashinfer.relax.contract_probe import ACCEPTED, contract_differences, recorded_calls
+import pytest
+import tvm
+import tvm_ffi
+from click.testing import CliRunner
+
+from tvm_flashinfer import cli, contract_probe
+from tvm_flashinfer.contract import UnsupportedTVMError, check_contract, contract_problems
+from tvm_flashinfer.contract_probe import ACCEPTED, contract_differences, recorded_calls
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """No verdict of other tests, and none for them."""
+    contract_problems.cache_clear()
+    yield
+    contract_problems.cache_clear()
+
+
+@pytest.fixture
+def other_tvm(monkeypatch) -> str:
+    """Make this TVM one that calls `append` otherwise. Returns how that is put."""
+    monkeypatch.setitem(ACCEPTED, "append", (*ACCEPTED["append"], "int"))
+    return "append is called with 4 arguments (float16[5], float16[3], float16[3], int32[1])"
+
+
+@pytest.fixture
+def tried(monkeypatch) -> list[int]:
+    """Count how often TVM's cache is tried."""
+    count: list[int] = []
+
+    def differences() -> list[str]:
+        count.append(1)
+        return contract_differences()
+
+    monkeypatch.setattr(contract_probe, "contract_differences", differences)
+    return count
 
 
 def test_this_tvm_calls_what_we_take() -> None:
@@ -58,3 +92,41 @@ def test_the_probe_does_not_change_tvm() -> None:
     """It makes caches of its own; a second time gives the same."""
     assert recorded_calls() == recorded_calls()
     assert contract_probe.ACCEPTED is ACCEPTED
+
+
+def test_a_tvm_that_calls_otherwise_is_named(other_tvm) -> None:
+    with pytest.raises(UnsupportedTVMError) as caught:
+        check_contract()
+    message = str(caught.value)
+    assert f"TVM {tvm.__version__} ({tvm.__path__[0]})" in message
+    assert f"\n  - {other_tvm}, expected 5 (" in message
+
+
+def test_a_tvm_without_such_a_cache(monkeypatch) -> None:
+    def create(*arguments: object) -> None:
+        raise ValueError("there is no such function")
+
+    monkeypatch.setattr(contract_probe, "_create", create)
+    with pytest.raises(UnsupportedTVMError, match=r"not be tried: ValueError: there is no such"):
+        check_contract()
+
+
+def test_no_cache_is_made_of_a_model_compiled_elsewhere(other_tvm) -> None:
+    """The native library asks before a slot is filled."""
+    make = tvm_ffi.get_global_func("flashinfer.cache_slot")
+    with pytest.raises(UnsupportedTVMError, match="append is called with 4"):
+        make("prefill_paged", "{}", False, 0)
+
+
+def test_doctor_tries_tvm(tried) -> None:
+    check_contract()
+    result = CliRunner().invoke(cli.main, ["doctor", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["tvm_contract"] == {"fits": True, "differences": []}
+    assert len(tried) == 2
+
+
+def test_doctor_names_what_tvm_calls_otherwise(other_tvm) -> None:
+    result = CliRunner().invoke(cli.main, ["doctor"])
+    assert result.exit_code == 1
+    assert f"otherwise: {other_tvm}, expected 5" in result.stdout

@@ -17,7 +17,7 @@ from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 
 import tvm_flashinfer
-from tvm_flashinfer import hooks
+from tvm_flashinfer import contract, hooks
 from tvm_flashinfer.relax import (
     FallbackWarning,
     FlashInferPagedKVCache,
@@ -70,7 +70,7 @@ def test_enable_and_disable() -> None:
 def test_module_that_is_imported_later() -> None:
     code = f"""
 import sys, tvm
-from tvm_flashinfer import hooks
+from tvm_flashinfer import contract, hooks
 hooks._autoload()
 heavy = [name for name in ("{KV_CACHE}", "torch", "mlc_llm", "tvm_flashinfer.relax")
          if name in sys.modules]
@@ -86,7 +86,7 @@ print(kv_cache.FlashInferPagedKVCache.__module__)
 def test_module_that_is_never_imported() -> None:
     code = """
 import sys, tvm
-from tvm_flashinfer import hooks
+from tvm_flashinfer import contract, hooks
 hooks.enable()
 hooks.disable()
 from tvm.relax.frontend.nn.llm import kv_cache
@@ -98,7 +98,7 @@ print(kv_cache.FlashInferPagedKVCache.__module__)
 def test_runtime_only() -> None:
     code = """
 import tvm, tvm_ffi
-from tvm_flashinfer import hooks
+from tvm_flashinfer import contract, hooks
 hooks._autoload()
 print(tvm._RUNTIME_ONLY, tvm_ffi.get_global_func("flashinfer.merge_state") is not None)
 """
@@ -113,12 +113,14 @@ def test_switched_off(monkeypatch) -> None:
 
 
 def test_tvm_that_is_not_served(monkeypatch) -> None:
-    monkeypatch.setattr(tvm, "__version__", "0.25.0.post1")
+    """What it calls otherwise is named, and nothing of it is replaced."""
+    problem = "append is called with 5 arguments"
+    monkeypatch.setattr(contract, "contract_problems", lambda: (problem,))
     original = tvm_kv_cache.FlashInferPagedKVCache
-    with pytest.warns(hooks.HookWarning, match=r"apache-tvm is 0\.25\.0\.post1; 0\.26 and 0\.27"):
+    with pytest.warns(hooks.HookWarning, match=f"not active: TVM .*\n  - {problem}"):
         hooks._autoload()
     assert tvm_kv_cache.FlashInferPagedKVCache is original
-    with pytest.raises(RuntimeError, match="Install one of those"):
+    with pytest.raises(contract.UnsupportedTVMError, match=f"{problem}\nInstall apache-tvm 0"):
         hooks.enable()
 
 

@@ -6,7 +6,8 @@ import pytest
 import tvm
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 
-from tvm_flashinfer.relax import parse_generic_call, unsupported_reasons
+from tvm_flashinfer.contract import tvm_name
+from tvm_flashinfer.relax import parse_generic_call, support, unsupported_reasons
 from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW
 
 YARN = {
@@ -131,6 +132,13 @@ def test_mla_that_is_none(changes, expected, generic_module, llvm) -> None:
 def test_several_reasons(generic_module, cuda) -> None:
     mod = generic_module(dtype="float32", rotary_dim=7, enable_disaggregation=True)
     assert len(reasons_of(mod, cuda)) == 3
+
+
+def test_tvm_that_calls_otherwise(monkeypatch, generic_module, llvm) -> None:
+    monkeypatch.setattr(support, "contract_problems", lambda: ("append is never called",))
+    (reason,) = reasons_of(generic_module(), llvm)
+    assert reason == f"{tvm_name()}: append is never called"
+    assert tvm.__version__ in reason
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_70"])

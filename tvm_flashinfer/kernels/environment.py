@@ -139,13 +139,14 @@ def _tvm() -> str | None:
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(names)) or "not installed"
 
 
-def _contract() -> str | None:
+def _contract() -> dict[str, Any] | None:
     """Whether TVM calls the functions of its KV cache as ours are called; None without TVM."""
     if importlib.util.find_spec("tvm") is None:
         return None
-    from tvm_flashinfer.relax.contract_probe import contract_differences
+    from tvm_flashinfer.contract import try_contract
 
-    return "; ".join(contract_differences()) or "TVM's KV cache calls what the functions here take"
+    problems = try_contract()
+    return {"fits": not problems, "differences": list(problems)}
 
 
 def _nvcc() -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm.target import Target
 from tvm.tirx import IntImm
 
+from tvm_flashinfer.contract import contract_problems, tvm_name
 from tvm_flashinfer.kernels import spec as kernel_spec
 from tvm_flashinfer.relax._compat import DEFAULT_LAYER_WINDOW, HAS_LAYER_WINDOW
 from tvm_flashinfer.relax.config import PagedKVCacheConfig
@@ -69,6 +70,8 @@ class UnsupportedConfigError(ValueError):
 def unsupported_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
     """Return why a paged KV cache cannot be served: one sentence each, none when it can be.
 
+    A TVM that calls the functions of its cache in another way than ours are called is a reason too.
+
     Parameters
     ----------
     config : PagedKVCacheConfig
@@ -80,7 +83,8 @@ def unsupported_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]
         return [
             f"the target is {target.kind.name!r}; there are kernels for {' and '.join(TARGETS)}"
         ]
-    reasons = [reason for predicate in _PREDICATES for reason in predicate(config)]
+    reasons = [f"{tvm_name()}: {problem}" for problem in contract_problems()]
+    reasons += [reason for predicate in _PREDICATES for reason in predicate(config)]
     if target.kind.name == "cuda":
         reasons += _cuda_reasons(config, target)
     else:

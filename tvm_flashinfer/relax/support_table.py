@@ -15,7 +15,7 @@ from tvm import relax as rx
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm.target import Target
 
-from tvm_flashinfer.hooks import SUPPORTED_TVM
+from tvm_flashinfer.contract import TESTED_TVM
 from tvm_flashinfer.kernels.spec import ARCHS, DEVICE_SCHEDULED_HEAD_DIMS, DTYPES, HEAD_DIMS
 from tvm_flashinfer.relax.config import ATTN_KINDS, PagedKVCacheConfig
 from tvm_flashinfer.relax.report import NATIVE
@@ -124,7 +124,7 @@ def _properties() -> str:
         f"{', '.join(map(str, HEAD_DIMS))}; without plans also "
         f"{', '.join(str(dim) for dim in DEVICE_SCHEDULED_HEAD_DIMS if dim not in HEAD_DIMS)}"
     )
-    versions = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED_TVM)
+    versions = ", ".join(TESTED_TVM)
     rows = [
         ("dtypes of the cache", ", ".join(CPU_DTYPES), ", ".join(DTYPES)),
         ("head dimensions", "any", head_dims),

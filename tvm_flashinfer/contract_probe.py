@@ -13,11 +13,13 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
 from tvm_ffi import Shape
 
-from tvm_flashinfer.relax._compat import DEFAULT_LAYER_WINDOW, HAS_LAYER_WINDOW
+# TVM's numbers of the kind of a layer and of the mode of RoPE. The enums lie in the compiler, and a
+# process that only runs models has none.
+_MHA, _ROPE_NORMAL = 0, 1
 
+_LAYER_WINDOW = 1024
 _HEADS, _KV_HEADS, _DIM, _PAGE, _LAYERS = 4, 2, 8, 4, 1
 _DATA, _INDEX = "float16", "int32"
 
@@ -104,17 +106,22 @@ def recorded_calls() -> Calls:
 
 
 def _create(slots: dict[str, list[Any]], record: Callable[..., Any]) -> Any:
-    window = [DEFAULT_LAYER_WINDOW] if HAS_LAYER_WINDOW else []
     merge = record("merge_state")
-    return tvm.get_global_func("vm.builtin.paged_attention_kv_cache_create")(
-        Shape([4, 64, 32, _PAGE, 0, *window]), Shape([0, _LAYERS]), _HEADS, _KV_HEADS, _DIM, _DIM,
-        Shape([int(AttnKind.MHA)] * _LAYERS), False, int(RopeMode.NORMAL), 1.0, 1e4, None,
+    create = tvm.get_global_func("vm.builtin.paged_attention_kv_cache_create")
+    sizes = [4, 64, 32, _PAGE, 0]
+    rest = (
+        Shape([0, _LAYERS]), _HEADS, _KV_HEADS, _DIM, _DIM,
+        Shape([_MHA] * _LAYERS), False, _ROPE_NORMAL, 1.0, 1e4, None,
         tvm.runtime.empty((), _DATA, tvm.cpu()), record("append"), None,
         slots["prefill_ragged"], slots["prefill_paged"], slots["decode_paged"],
         ["tirx", record("prefill_window")], ["tirx", record("decode_window")],
         slots["tree_paged"], slots["tree_ragged"], [], [merge, merge], record("split_rotary"),
         record("copy_page"), record("debug_get_kv"), record("compact_copy"),
     )  # fmt: skip
+    try:
+        return create(Shape([*sizes, _LAYER_WINDOW]), *rest)
+    except Exception:  # TVM 0.26 takes no window of layers
+        return create(Shape(sizes), *rest)
 
 
 def _drive(cache: Any) -> None:
