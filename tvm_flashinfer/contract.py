@@ -6,12 +6,18 @@ before anything of ours is put into TVM, and again when a model is built or a ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from pathlib import Path
 
 import tvm_ffi
 
 #: Releases of TVM that this package is tested with. Others are served when they call as these do.
 TESTED_TVM = ("0.26", "0.27")
+
+#: Folder of the cache of kernels that remembers which builds of TVM fit.
+_FOLDER = "contracts"
 
 
 @tvm_ffi.register_error
@@ -23,9 +29,27 @@ class UnsupportedTVMError(RuntimeError):
 def contract_problems() -> tuple[str, ...]:
     """Return what keeps the imported TVM from being served: one sentence each, none when it fits.
 
-    The answer of the first call is kept.
+    A build of TVM that fits is remembered in the cache of kernels, where there is one. What does
+    not fit is tried again by the next process.
     """
-    return try_contract()
+    from tvm_flashinfer.kernels.cache import KernelCache, digest
+    from tvm_flashinfer.kernels.errors import CacheError
+
+    cache = None
+    with contextlib.suppress(CacheError):
+        cache = KernelCache()
+    if cache is None or not cache.root.is_dir():
+        return try_contract()
+    key = digest({"files": list(_identity())})
+    if cache.lookup(_FOLDER, "tvm", key, ".txt") is not None:
+        return ()
+    problems = try_contract()
+    if not problems:
+        with contextlib.suppress(CacheError):  # a cache that this user may only read
+            cache.get_or_build(
+                _FOLDER, "tvm", key, ".txt", lambda path: path.write_text(f"{tvm_name()}\n")
+            )
+    return problems
 
 
 def try_contract() -> tuple[str, ...]:
@@ -62,3 +86,15 @@ def tvm_name() -> str:
     import tvm
 
     return f"TVM {tvm.__version__} ({tvm.__path__[0]})"
+
+
+def _identity() -> Iterator[tuple[str, int, int]]:
+    """Yield path, size and time of what decides the verdict: TVM's libraries, ours and the probe.
+
+    The libraries are those that are loaded, wherever TVM found them.
+    """
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    libraries = {line.split(maxsplit=5)[-1] for line in maps if "/libtvm" in line}
+    for path in (*sorted(libraries), Path(__file__).with_name("contract_probe.py")):
+        status = Path(path).stat()
+        yield str(path), status.st_size, status.st_mtime_ns

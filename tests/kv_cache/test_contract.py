@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tvm
 import tvm_ffi
 from click.testing import CliRunner
 
-from tvm_flashinfer import cli, contract_probe
+from tvm_flashinfer import cli, contract, contract_probe
 from tvm_flashinfer.contract import UnsupportedTVMError, check_contract, contract_problems
 from tvm_flashinfer.contract_probe import ACCEPTED, contract_differences, recorded_calls
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    """No verdict of other tests, and none for them."""
+def cache_dir(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A folder of kernels that is there and empty; no verdict of other tests is kept."""
+    monkeypatch.setenv("TVM_FLASHINFER_CACHE_DIR", str(tmp_path))
     contract_problems.cache_clear()
-    yield
+    yield tmp_path
     contract_problems.cache_clear()
 
 
@@ -94,12 +96,42 @@ def test_the_probe_does_not_change_tvm() -> None:
     assert contract_probe.ACCEPTED is ACCEPTED
 
 
-def test_a_tvm_that_calls_otherwise_is_named(other_tvm) -> None:
+def test_a_tvm_that_fits_is_remembered(cache_dir, tried) -> None:
+    """By the libraries that are loaded: another build of TVM is tried again."""
+    check_contract()
+    contract_problems.cache_clear()
+    check_contract()
+    assert len(tried) == 1
+    (kept,) = cache_dir.glob("contracts/*.txt")
+    assert kept.read_text() == f"TVM {tvm.__version__} ({tvm.__path__[0]})\n"
+
+
+def test_another_build_of_tvm_is_tried(tried, monkeypatch) -> None:
+    check_contract()
+    contract_problems.cache_clear()
+    libraries = list(contract._identity())
+    assert any("libtvm_runtime" in path for path, _, _ in libraries)
+    changed = [(path, size, time + 1) for path, size, time in libraries]
+    monkeypatch.setattr(contract, "_identity", lambda: changed)
+    check_contract()
+    assert len(tried) == 2
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, tried, monkeypatch) -> None:
+    monkeypatch.setenv("TVM_FLASHINFER_CACHE_DIR", str(tmp_path / "none"))
+    check_contract()
+    check_contract()
+    assert len(tried) == 1
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_tvm_that_calls_otherwise_is_named(other_tvm, cache_dir) -> None:
     with pytest.raises(UnsupportedTVMError) as caught:
         check_contract()
     message = str(caught.value)
     assert f"TVM {tvm.__version__} ({tvm.__path__[0]})" in message
     assert f"\n  - {other_tvm}, expected 5 (" in message
+    assert list(cache_dir.glob("contracts/*")) == []  # it is tried again
 
 
 def test_a_tvm_without_such_a_cache(monkeypatch) -> None:
