@@ -11,12 +11,7 @@ host does not show.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +20,11 @@ from typing import Any
 import numpy as np
 import tvm
 import tvm_ffi
+from harness import cuda_device, cuda_target, seconds_of_call, write_results
 from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 from tvm.s_tir import dlight as dl
 
 import tvm_flashinfer
-from tvm_flashinfer.kernels.toolchain import find_nvcc
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -216,33 +211,6 @@ class Bench:
             raise AssertionError(f"{self.row.name}: error {worst:.1e} against float64")
         return worst
 
-    def time(self, side: Callable[[], None]) -> float:
-        """Seconds of one call."""
-        side()
-        self.device.sync()
-        start = time.perf_counter()
-        side()
-        self.device.sync()
-        once = time.perf_counter() - start
-        calls = max(1, min(200, int(0.05 / once)))
-        means = []
-        for _ in range(7):
-            start = time.perf_counter()
-            for _ in range(calls):
-                side()
-            self.device.sync()
-            means.append((time.perf_counter() - start) / calls)
-        return statistics.median(means)
-
-
-def nvidia_smi(field: str) -> str | None:
-    """What nvidia-smi says of the first GPU, or None where it is missing."""
-    try:
-        command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
 
 def main() -> None:
     """Run the rows and print a table."""
@@ -250,14 +218,8 @@ def main() -> None:
     parser.add_argument("--row", action="append", choices=[row.name for row in ROWS])
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
-    device = tvm.cuda(0)
-    if not device.exist:
-        sys.exit("no CUDA device: this benchmark times GPU kernels")
-    arch = "sm_90a" if device.compute_version == "9.0" else None
-    target = tvm.target.Target.from_device(device)
-    if arch is not None:
-        target = tvm.target.Target({**dict(target.attrs), "kind": "cuda", "arch": arch})
-    tir = tir_kernels(target)
+    device = cuda_device()
+    tir = tir_kernels(cuda_target(device))
     results = []
     print(
         f"{device.device_name}, TVM {tvm.__version__}, tvm_flashinfer {tvm_flashinfer.__version__}"
@@ -268,7 +230,7 @@ def main() -> None:
             continue
         bench = Bench(row, tir, device)
         errors = [bench.check(side) for side in (bench.ours, bench.theirs)]
-        ours, theirs = bench.time(bench.ours), bench.time(bench.theirs)
+        ours, theirs = (seconds_of_call(side, device) for side in (bench.ours, bench.theirs))
         bench.check(bench.ours)
         rate = (
             f"{row.bytes / ours / 1e12:.2f} TB/s"
@@ -281,17 +243,9 @@ def main() -> None:
              "error": errors[0], "tir_error": errors[1]}
         )  # fmt: skip
     if arguments.json:
-        nvcc = find_nvcc()
         rows = [f"--row {name}" for name in arguments.row or ()]
-        header = {
-            "date": datetime.date.today().isoformat(),
-            "gpu": device.device_name,
-            "driver": nvidia_smi("driver_version"),
-            "cuda": nvcc.release if nvcc else None,
-            "tvm": f"apache-tvm {tvm.__version__}",
-            "command": " ".join(["python benchmarks/attention.py", *rows]),
-        }
-        arguments.json.write_text(json.dumps({**header, "rows": results}, indent=1) + "\n")
+        command = " ".join(["python benchmarks/attention.py", *rows])
+        write_results(arguments.json, device, command, results)
 
 
 if __name__ == "__main__":
