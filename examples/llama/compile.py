@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from tvm.relax.transform import FuseTransposeMatmul
 from tvm.s_tir import dlight
 from tvm.target import Target, codegen
 
-from .model import GENERIC_CREATE, LlamaConfig, LlamaForCausalLM
+from .model import GENERIC_CREATE
 from .progress import Progress
 from .schedule import ParallelRows, UseCPUMatmul
 
@@ -106,7 +107,9 @@ def _float16_compiles(target: Target) -> bool:
     return target.kind.name == "llvm" or not str(target.attrs["arch"])[-1].isdigit()
 
 
-def create_tir_cache(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
+def create_tir_cache(
+    mod: tvm.IRModule, target: Target, layer_window: int | None = None
+) -> tvm.IRModule:
     """Add ``create_tir_paged_kv_cache``: the generic creation, served by TVM's own kernels."""
     generic = mod["create_paged_kv_cache"]
     call = generic.body.blocks[0].bindings[0].value
@@ -131,6 +134,7 @@ def create_tir_cache(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     }
     rope_scaling, rope_ext_factors, rotary_dim, disaggregation, dtype = rest[len(scalars) :]
     names = [str(param.name) for param in generic.params]
+    window = {} if layer_window is None else {"layer_sliding_window_size": layer_window}
     builder = relax.BlockBuilder(mod)
     params = [
         relax.Var(name + "_", relax.ShapeType([size]))
@@ -138,7 +142,11 @@ def create_tir_cache(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     ]
     with builder.function("create_tir_paged_kv_cache", params):
         cache = TIRPagedKVCache(
-            attn_kind=kind.value,
+            attn_kind=(
+                [field.value for field in kind.fields]
+                if isinstance(kind, relax.Tuple)
+                else kind.value
+            ),
             **dict(zip(names, sizes.values, strict=True)),
             layer_partition=partition,
             **scalars,
@@ -148,12 +156,15 @@ def create_tir_cache(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
             enable_disaggregation=bool(disaggregation.value),
             dtype=str(dtype.value),
             target=target,
+            **window,
         )
         builder.emit_func_output(cache._expr)
     return builder.finalize()
 
 
-def create_caches(mod: tvm.IRModule, target: Target, kv_caches: Sequence[str]) -> tvm.IRModule:
+def create_caches(
+    mod: tvm.IRModule, target: Target, kv_caches: Sequence[str], layer_window: int | None = None
+) -> tvm.IRModule:
     """Replace the generic cache creation by functions ``create_<kind>_paged_kv_cache``.
 
     Parameters
@@ -161,14 +172,17 @@ def create_caches(mod: tvm.IRModule, target: Target, kv_caches: Sequence[str]) -
     kv_caches : sequence of str
         ``tir`` alone, made here, or with ``flashinfer``: then the pass of tvm_flashinfer makes
         both, as it does for MLC LLM.
+    layer_window : int, optional
+        What layers of kind ``mha_sliding`` see, in tokens; the pass's default without it.
     """
     if unknown := set(kv_caches) - {"flashinfer", "tir"}:
         raise ValueError(f"got KV caches {sorted(unknown)}, expected 'flashinfer' or 'tir'")
     if "flashinfer" in kv_caches:
         from tvm_flashinfer.relax import DispatchKVCacheCreation
 
-        return DispatchKVCacheCreation(target)(mod)
-    mod = create_tir_cache(mod, target)
+        window = {} if layer_window is None else {"layer_sliding_window_size": layer_window}
+        return DispatchKVCacheCreation(target, **window)(mod)
+    mod = create_tir_cache(mod, target, layer_window)
     del mod["create_paged_kv_cache"]
     return mod
 
@@ -240,19 +254,19 @@ def build_pipeline(target: Target) -> tvm.transform.Pass:
 
 
 def compile_model(
-    config: LlamaConfig,
+    config: Any,
     target: Target,
     dtype: str,
     build_dir: Path,
     kv_caches: Sequence[str] = ("flashinfer", "tir"),
     progress: Progress | None = None,
 ) -> Path:
-    """Compile a Llama model, or find the library of an earlier, equal compilation.
+    """Compile a model, or find the library of an earlier, equal compilation.
 
     Parameters
     ----------
-    config : LlamaConfig
-        Dimensions of the model.
+    config : LlamaConfig or Gemma3Config
+        Dimensions of the model. What its layers with a window see is ``sliding_window``.
     target : Target
         See `default_target`.
     dtype : str
@@ -279,19 +293,50 @@ def compile_model(
             "of dynamic shape; use bfloat16"
         )
     progress = progress or Progress(enabled=False)
-    library = build_dir / f"llama-{_content_key(config, target, dtype, kv_caches)}.so"
+    key = _content_key(config, target, dtype, kv_caches)
+    library = build_dir / f"{config.family}-{key}.so"
     if library.exists() and library.with_suffix(".json").exists():
         progress.say(f"using the compiled library {library}")
         return library
-    with progress.step("exporting the model to Relax"):
-        model = LlamaForCausalLM(config)
-        model.to(dtype)
-        with target:
-            mod, params, _ = model.export_tvm(spec=model.module_spec(), allow_extern=True)
-            mod = create_caches(mod, target, kv_caches)
+    model = config.model()
+    model.to(dtype)
+    window = getattr(config, "sliding_window", None)
+    compile_module(model, target, library, kv_caches, window, progress)
+    return library
+
+
+def compile_module(
+    model: Any,
+    target: Target,
+    library: Path,
+    kv_caches: Sequence[str] = ("flashinfer", "tir"),
+    layer_window: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Compile a model that has the functions of `causal_lm_spec`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Converted to its dtype.
+    target : Target
+        See `default_target`.
+    library : Path
+        Where the shared object goes, and beside it what `library_info` reads.
+    kv_caches : sequence of str
+        See `compile_model`.
+    layer_window : int, optional
+        What layers of kind ``mha_sliding`` see, in tokens.
+    progress : Progress, optional
+        Told what is done.
+    """
+    progress = progress or Progress(enabled=False)
+    with progress.step("exporting the model to Relax"), target:
+        mod, params, _ = model.export_tvm(spec=model.module_spec(), allow_extern=True)
+        mod = create_caches(mod, target, kv_caches, layer_window)
     functions = {var.name_hint for var in mod.get_global_vars()}
     info = {
-        "dtype": dtype,
+        "dtype": model.dtype,
         "target": str(target),
         "params": [name for name, _ in params],
         "kv_cache_slots": {
@@ -303,14 +348,13 @@ def compile_model(
     with progress.step(f"compiling for {target.kind.name}"), target:
         executable = tvm.compile(mod, target=target, relax_pipeline=build_pipeline(target))
     with progress.step("linking"):
-        build_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=build_dir) as folder:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / library.name
             executable.export_library(str(built))
             built.with_suffix(".json").write_text(json.dumps(info, indent=1))
             os.replace(built.with_suffix(".json"), library.with_suffix(".json"))
             os.replace(built, library)
-    return library
 
 
 def library_info(library: Path) -> dict[str, Any]:
@@ -326,13 +370,14 @@ def library_info(library: Path) -> dict[str, Any]:
     return json.loads(library.with_suffix(".json").read_text())
 
 
-def _content_key(config: LlamaConfig, target: Target, dtype: str, kv_caches: Sequence[str]) -> str:
-    """Hash what determines the library, this example's sources included."""
+def _content_key(config: Any, target: Target, dtype: str, kv_caches: Sequence[str]) -> str:
+    """Hash what determines the library, the examples' sources included."""
     digest = hashlib.sha256()
     for part in (config, target, dtype, tuple(kv_caches), tvm.__version__):
         digest.update(f"{part}\n".encode())
-    for source in ("model.py", "schedule.py", "compile.py"):
-        digest.update(Path(__file__).with_name(source).read_bytes())
+    here = [Path(__file__).with_name(name) for name in ("model.py", "schedule.py", "compile.py")]
+    for source in (*here, Path(inspect.getfile(type(config)))):
+        digest.update(source.read_bytes())
     if "flashinfer" in kv_caches:
         import tvm_flashinfer
 

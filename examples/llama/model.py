@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import tvm
 import tvm_ffi
@@ -41,6 +41,8 @@ class LlamaConfig:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
+
+    family: ClassVar[str] = "llama"
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tensor_names: set[str]) -> LlamaConfig:
@@ -87,10 +89,98 @@ class LlamaConfig:
             tie_word_embeddings="output.weight" not in tensor_names,
         )
 
+    def model(self) -> LlamaForCausalLM:
+        """Make the module."""
+        return LlamaForCausalLM(self)
+
 
 def take(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Gather along an axis, with indices clipped to it: a bad id must not read foreign memory."""
     return op.wrap_nested(relax.op.take(x._expr, indices._expr, axis, mode="clip"), "take")
+
+
+def generic_kv_cache(
+    attn_kind: str | Sequence[str],
+    sizes: Sequence[tirx.Var],
+    config: Any,
+    rope_mode: RopeMode,
+    rope_theta: float,
+    dtype: str,
+) -> PagedKVCache:
+    """Ask for a paged KV cache without saying which kernels serve it, as MLC's models do.
+
+    Parameters
+    ----------
+    attn_kind : str or sequence of str
+        Of all layers, or of each.
+    sizes : sequence of tirx.Var
+        The five numbers that are known when the cache is created.
+    config
+        Has the numbers of layers and heads and ``head_dim``.
+    rope_mode : RopeMode
+        Whether the cache rotates queries and keys.
+    rope_theta : float
+        Its base.
+    dtype : str
+        Of keys and values.
+    """
+    kind = (
+        tvm.ir.StringImm(attn_kind)
+        if isinstance(attn_kind, str)
+        else relax.Tuple([tvm.ir.StringImm(kind) for kind in attn_kind])
+    )
+    return PagedKVCache(
+        _expr=relax.call_pure_packed(
+            GENERIC_CREATE,
+            kind,
+            relax.ShapeExpr(sizes),
+            relax.ShapeExpr([0, config.num_hidden_layers]),  # layer_partition
+            relax.prim_value(config.num_hidden_layers),
+            relax.prim_value(config.num_attention_heads),
+            relax.prim_value(config.num_key_value_heads),
+            relax.prim_value(config.head_dim),  # qk_head_dim
+            relax.prim_value(config.head_dim),  # v_head_dim
+            relax.prim_value(0),  # mla_original_qk_head_dim
+            relax.prim_value(0),  # mla_original_v_head_dim
+            relax.prim_value(rope_mode),
+            relax.prim_value(1),  # rope_scale
+            relax.prim_value(rope_theta),
+            tvm.ir.StringImm(json.dumps({})),  # rope_scaling
+            relax.prim_value(0),  # rope_ext_factors: none
+            relax.prim_value(config.head_dim),  # rotary_dim
+            relax.prim_value(0),  # enable_disaggregation
+            tvm.ir.GenericConst(tvm_ffi.dtype(dtype), relax.AnyType()),
+            ty_args=relax.AnyType(),
+        ),
+        _name="paged_kv_cache",
+    )
+
+
+def causal_lm_spec() -> dict[str, Any]:
+    """Give the specification of the exported functions for ``export_tvm``."""
+    cache = nn.spec.Object(object_type=PagedKVCache)
+    packed = {"param_mode": "packed", "effect_mode": "none"}
+    return {
+        "prefill": {
+            "input_ids": nn.spec.Tensor([1, "seq_len"], "int32"),
+            "logit_positions": nn.spec.Tensor(["num_logits"], "int32"),
+            "cache": cache,
+            "$": packed,
+        },
+        "decode": {
+            "input_ids": nn.spec.Tensor(["batch_size", 1], "int32"),
+            "cache": cache,
+            "$": packed,
+        },
+        "create_paged_kv_cache": {
+            "max_batch_size": int,
+            "max_total_seq_len": int,
+            "prefill_chunk_size": int,
+            "page_size": int,
+            "support_sliding_window": int,
+            "$": {"param_mode": "none", "effect_mode": "none"},
+        },
+    }
 
 
 class LlamaAttention(nn.Module):
@@ -197,62 +287,21 @@ class LlamaForCausalLM(nn.Module):
         """Ask for a paged KV cache without saying which kernels serve it, as MLC's models do."""
         config = self.config
         theta = config.rope_theta
-        return PagedKVCache(
-            _expr=relax.call_pure_packed(
-                GENERIC_CREATE,
-                tvm.ir.StringImm("mha"),
-                relax.ShapeExpr(
-                    [
-                        max_batch_size,
-                        max_total_seq_len,
-                        prefill_chunk_size,
-                        page_size,
-                        support_sliding_window,
-                    ]
-                ),
-                relax.ShapeExpr([0, config.num_hidden_layers]),  # layer_partition
-                relax.prim_value(config.num_hidden_layers),
-                relax.prim_value(config.num_attention_heads),
-                relax.prim_value(config.num_key_value_heads),
-                relax.prim_value(config.head_dim),  # qk_head_dim
-                relax.prim_value(config.head_dim),  # v_head_dim
-                relax.prim_value(0),  # mla_original_qk_head_dim
-                relax.prim_value(0),  # mla_original_v_head_dim
-                relax.prim_value(RopeMode.NORMAL),
-                relax.prim_value(1),  # rope_scale
-                relax.prim_value(int(theta) if float(theta).is_integer() else theta),
-                tvm.ir.StringImm(json.dumps({})),  # rope_scaling
-                relax.prim_value(0),  # rope_ext_factors: none
-                relax.prim_value(config.head_dim),  # rotary_dim
-                relax.prim_value(0),  # enable_disaggregation
-                tvm.ir.GenericConst(tvm_ffi.dtype(self.dtype), relax.AnyType()),
-                ty_args=relax.AnyType(),
-            ),
-            _name="paged_kv_cache",
+        return generic_kv_cache(
+            "mha",
+            [
+                max_batch_size,
+                max_total_seq_len,
+                prefill_chunk_size,
+                page_size,
+                support_sliding_window,
+            ],
+            config,
+            RopeMode.NORMAL,
+            int(theta) if float(theta).is_integer() else theta,
+            self.dtype,
         )
 
     def module_spec(self) -> dict[str, Any]:
         """Give the specification of the exported functions for ``export_tvm``."""
-        cache = nn.spec.Object(object_type=PagedKVCache)
-        packed = {"param_mode": "packed", "effect_mode": "none"}
-        return {
-            "prefill": {
-                "input_ids": nn.spec.Tensor([1, "seq_len"], "int32"),
-                "logit_positions": nn.spec.Tensor(["num_logits"], "int32"),
-                "cache": cache,
-                "$": packed,
-            },
-            "decode": {
-                "input_ids": nn.spec.Tensor(["batch_size", 1], "int32"),
-                "cache": cache,
-                "$": packed,
-            },
-            "create_paged_kv_cache": {
-                "max_batch_size": int,
-                "max_total_seq_len": int,
-                "prefill_chunk_size": int,
-                "page_size": int,
-                "support_sliding_window": int,
-                "$": {"param_mode": "none", "effect_mode": "none"},
-            },
-        }
+        return causal_lm_spec()

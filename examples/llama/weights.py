@@ -18,7 +18,7 @@ import numpy as np
 from .model import LlamaConfig
 from .progress import Progress
 
-_NUMPY_DTYPES = {
+NUMPY_DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -55,15 +55,13 @@ def default_model_path() -> Path:
     )
 
 
-class GGUFModel:
-    """A GGUF file of the ``llama`` architecture.
+class GGUFFile:
+    """A GGUF file; a subclass knows the architecture.
 
     Attributes
     ----------
     metadata : dict
         Its key-value pairs.
-    config : LlamaConfig
-        The dimensions they describe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +71,6 @@ class GGUFModel:
             name: field.contents() for name, field in reader.fields.items()
         }
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.config = LlamaConfig.from_gguf(self.metadata, set(self._tensors))
 
     def digest(self) -> str:
         """Hash the contents of the file (SHA-256)."""
@@ -84,39 +81,59 @@ class GGUFModel:
         return digest.hexdigest()
 
     def load(self, names: Iterable[str], dtype: str, progress: Progress) -> list[np.ndarray]:
-        """Dequantise the parameters called ``names`` (of ``LlamaForCausalLM``), in that order."""
+        """Dequantise the parameters called ``names`` (of the ``nn`` module), in that order."""
         names = list(names)
         arrays, last = [], time.perf_counter()
         for i, name in enumerate(names):
-            arrays.append(self._parameter(name).astype(_NUMPY_DTYPES[dtype], copy=False))
+            arrays.append(self.parameter(name).astype(NUMPY_DTYPES[dtype], copy=False))
             if time.perf_counter() - last > 2:
                 last = time.perf_counter()
                 progress.say(f"  converted {i + 1} of {len(names)} parameters")
         return arrays
 
-    def _parameter(self, name: str) -> np.ndarray:
-        if name in _GGUF_NAMES:
-            return self._tensor(_GGUF_NAMES[name])
-        _, layer, part = name.split(".", 2)
-        prefix = f"blk.{layer}."
-        match part:
-            case "attn.qkv_proj.weight":
-                query = self._tensor(prefix + "attn_q.weight")
-                key = self._tensor(prefix + "attn_k.weight")
-                value = self._tensor(prefix + "attn_v.weight")
-                query = _rotate_half_rows(query, self.config.num_attention_heads)
-                key = _rotate_half_rows(key, self.config.num_key_value_heads)
-                return np.concatenate([query, key, value])
-            case "mlp.gate_up_proj.weight":
-                gate = self._tensor(prefix + "ffn_gate.weight")
-                return np.concatenate([gate, self._tensor(prefix + "ffn_up.weight")])
-        return self._tensor(prefix + _GGUF_LAYER_NAMES[part])
+    def parameter(self, name: str) -> np.ndarray:
+        """Dequantise a parameter of the ``nn`` module."""
+        raise NotImplementedError
 
-    def _tensor(self, name: str) -> np.ndarray:
+    def tensor(self, name: str) -> np.ndarray:
+        """Dequantise a tensor by its name in the file: (out_features, in_features) float32."""
         if name not in self._tensors:
             raise ValueError(f"{self.path} has no tensor {name!r}")
         tensor = self._tensors[name]
         return gguf.dequantize(tensor.data, tensor.tensor_type)
+
+
+class GGUFModel(GGUFFile):
+    """A GGUF file of the ``llama`` architecture.
+
+    Attributes
+    ----------
+    config : LlamaConfig
+        The dimensions that the metadata describe.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.config = LlamaConfig.from_gguf(self.metadata, set(self._tensors))
+
+    def parameter(self, name: str) -> np.ndarray:
+        """Dequantise a parameter of ``LlamaForCausalLM``."""
+        if name in _GGUF_NAMES:
+            return self.tensor(_GGUF_NAMES[name])
+        _, layer, part = name.split(".", 2)
+        prefix = f"blk.{layer}."
+        match part:
+            case "attn.qkv_proj.weight":
+                query = self.tensor(prefix + "attn_q.weight")
+                key = self.tensor(prefix + "attn_k.weight")
+                value = self.tensor(prefix + "attn_v.weight")
+                query = _rotate_half_rows(query, self.config.num_attention_heads)
+                key = _rotate_half_rows(key, self.config.num_key_value_heads)
+                return np.concatenate([query, key, value])
+            case "mlp.gate_up_proj.weight":
+                gate = self.tensor(prefix + "ffn_gate.weight")
+                return np.concatenate([gate, self.tensor(prefix + "ffn_up.weight")])
+        return self.tensor(prefix + _GGUF_LAYER_NAMES[part])
 
 
 def _rotate_half_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -131,14 +148,14 @@ def _rotate_half_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def load_converted(
-    model: GGUFModel, names: Iterable[str], dtype: str, build_dir: Path, progress: Progress
+    model: GGUFFile, names: Iterable[str], dtype: str, build_dir: Path, progress: Progress
 ) -> list[np.ndarray]:
     """Convert the weights of ``model``, or read them back if that was done before.
 
     Parameters
     ----------
     names : iterable of str
-        Parameter names of ``LlamaForCausalLM``; the result has their order.
+        Parameter names of the ``nn`` module; the result has their order.
     dtype : str
         ``float32``, ``float16`` or ``bfloat16``.
     build_dir : Path
@@ -154,7 +171,7 @@ def load_converted(
     path = build_dir / f"weights-{key}.npz"
     if path.exists():
         with progress.step(f"reading converted weights, {dtype}"), np.load(path) as stored:
-            return [stored[name].view(_NUMPY_DTYPES[dtype]) for name in names]
+            return [stored[name].view(NUMPY_DTYPES[dtype]) for name in names]
     with progress.step(f"converting weights to {dtype}"):
         arrays = model.load(names, dtype, progress)
         build_dir.mkdir(parents=True, exist_ok=True)
