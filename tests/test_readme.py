@@ -156,7 +156,7 @@ def test_installed_command_is_the_command_line() -> None:
 def test_make_targets_and_their_variables_exist() -> None:
     text = README.read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.MULTILINE):
+    for target in re.findall(r"(?:^    |`)make ([a-z0-9-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     (options,) = re.findall(r"\(`make demo [^)]*\)", text)
     for name in re.findall(r"\b[A-Z_]{5,}\b", options):
