@@ -110,6 +110,21 @@ kernels::AttentionArgs MakeAttentionArgs(const Checker& check, const RunInputs& 
   return args;
 }
 
+void CheckOutputs(const Checker& check, const RunInputs& in,
+                  std::initializer_list<std::pair<const char*, TensorView>> inputs) {
+  std::vector<std::pair<const char*, TensorView>> written{{"o", in.o},
+                                                          {"float_workspace", in.float_workspace}};
+  if (in.lse.has_value()) written.emplace_back("lse", in.lse.value());
+  for (size_t i = 0; i < written.size(); ++i) {
+    const auto& [name, tensor] = written[i];
+    for (size_t j = i + 1; j < written.size(); ++j) {
+      check.NoOverlap(name, tensor, written[j].first, written[j].second);
+    }
+    check.NoOverlap(name, tensor, {{"q", in.q}, {"int_workspace", in.int_workspace}});
+    check.NoOverlap(name, tensor, inputs);
+  }
+}
+
 KVOperand ReadPages(const Checker& check, const char* name, const TensorView& pages,
                     int64_t layout) {
   const bool hnd = layout == 1;

@@ -54,6 +54,10 @@ kernels::AttentionArgs MakeAttentionArgs(const Checker& check, const RunInputs& 
                                          const PlanReader& plan, int64_t num_kv_heads,
                                          int64_t head_dim_vo);
 
+/*! \brief What a run writes, o, lse and the float workspace, shares no memory with these inputs. */
+void CheckOutputs(const Checker& check, const RunInputs& in,
+                  std::initializer_list<std::pair<const char*, TensorView>> inputs);
+
 /*! \brief Sizes and strides of one operand of keys or values, whatever the layout. */
 struct KVOperand {
   int64_t outer;  // pages; 1 for ragged

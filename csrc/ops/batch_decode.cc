@@ -79,6 +79,7 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
     shape.head_dim_vo = static_cast<int32_t>(head_dim_vo);
     shape.sm_scale = 1;  // known at the run
     RequireCudaAttention(check, shape);
+    RefuseCapture(check, device, kPlansAreNotCaptured);
     const kernels::cuda::PlanArgs args{DataOf(float_workspace),
                                        float_workspace.numel(),
                                        DataOf(int_workspace),
@@ -128,6 +129,12 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
                                           last_page_len, header.batch_size, layout, &k);
   const kernels::AttentionArgs args = MakeAttentionArgs(check, in, reader, k.num_heads, k.head_dim);
   reader.Require("page_size", header.page_size, k.length);
+  CheckOutputs(check, in,
+               {{"k_pages", k_pages},
+                {"v_pages", v_pages},
+                {"page_indptr", page_indptr},
+                {"page_indices", page_indices},
+                {"last_page_len", last_page_len}});
   CheckPagedContents(check, page_indptr, page_indices, last_page_len, header.batch_size, k.outer,
                      k.length);
   if (args.num_rows == 0) return;
@@ -137,6 +144,7 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
   }
   RequireCudaAttention(check, args);
   CheckCudaPages(check, args, kv);
+  RefuseCapture(check, device, kPlansAreNotCaptured);
   const char* kind = DecodeOnTensorCores(args.num_qo_heads, args.num_kv_heads)
                          ? "batch_prefill_paged"
                          : "batch_decode";

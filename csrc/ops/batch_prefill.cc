@@ -107,6 +107,12 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
                           int_workspace.numel()};
   std::vector<int64_t> kernel;
   if (IsCUDA(device) && total_num_rows > 0) {
+    kernels::AttentionArgs shape{};
+    shape.dtype = kernels::DType::kFloat16;  // dtype and scale are known at the run
+    shape.head_dim_qk = static_cast<int32_t>(head_dim_qk);
+    shape.head_dim_vo = static_cast<int32_t>(head_dim_vo);
+    shape.sm_scale = 1;
+    RequireCudaAttention(check, shape);
     const kernels::cuda::PlanArgs args{DataOf(float_workspace),
                                        float_workspace.numel(),
                                        DataOf(int_workspace),
@@ -124,6 +130,7 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
                                        static_cast<int32_t>(window_left),
                                        fixed_split_size,
                                        disable_split_kv};
+    RefuseCapture(check, device, kPlansAreNotCaptured);
     auto plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_prefill_plan", device);
     Launch(check, plan, args, CurrentStream(device), &kernel);
   }
@@ -149,6 +156,13 @@ void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, 
                                           last_page_len, header.batch_size, layout, &k);
   kernels::AttentionArgs args = MakeAttentionArgs(check, in, reader, k.num_heads, k.head_dim);
   reader.Require("page_size", header.page_size, k.length);
+  CheckOutputs(check, in,
+               {{"k_pages", k_pages},
+                {"v_pages", v_pages},
+                {"qo_indptr", qo_indptr},
+                {"page_indptr", page_indptr},
+                {"page_indices", page_indices},
+                {"last_page_len", last_page_len}});
   CheckRowOffsets(check, qo_indptr, device, header);
   CheckPagedContents(check, page_indptr, page_indices, last_page_len, header.batch_size, k.outer,
                      k.length);
@@ -160,6 +174,7 @@ void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, 
   }
   RequireCudaAttention(check, args);
   CheckCudaPages(check, args, kv);
+  RefuseCapture(check, device, kPlansAreNotCaptured);
   const UnitSpec unit{"batch_prefill_paged", args.dtype, args.head_dim_qk, args.head_dim_vo};
   auto run = reinterpret_cast<kernels::cuda::PagedAttentionFn>(RequireKernel(
       check, KernelName(unit.kind, args.dtype, args.head_dim_qk, args.head_dim_vo), unit, device));
@@ -197,6 +212,7 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
                     "; the last dimension is head_dim and must be equal");
   }
   reader.Require("page_size (1 for ragged keys)", header.page_size, 1);
+  CheckOutputs(check, in, {{"k", k}, {"v", v}, {"qo_indptr", qo_indptr}, {"kv_indptr", kv_indptr}});
   CheckRowOffsets(check, qo_indptr, device, header);
   check.IndexVector("kv_indptr", kv_indptr, header.batch_size + 1, "(batch_size + 1,)");
   check.OnDevice("kv_indptr", kv_indptr, device);
@@ -224,6 +240,7 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
   CheckCudaStrides(check, args, kv.k, kv.v,
                    {kv.k_stride_token, kv.k_stride_head, kv.v_stride_token, kv.v_stride_head,
                     keys.length * kv.k_stride_token, keys.length * kv.v_stride_token});
+  RefuseCapture(check, device, kPlansAreNotCaptured);
   const UnitSpec unit{"batch_prefill_ragged", args.dtype, args.head_dim_qk, args.head_dim_vo};
   auto run = reinterpret_cast<kernels::cuda::RaggedAttentionFn>(RequireKernel(
       check, KernelName(unit.kind, args.dtype, args.head_dim_qk, args.head_dim_vo), unit, device));

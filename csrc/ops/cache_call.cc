@@ -38,7 +38,7 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
 
 CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const TensorView& o,
                      const TensorView& lse, double sm_scale)
-    : bound_(bound), check_(bound.op()), device_(check_.Device("q", q)), q_(q), o_(o) {
+    : bound_(bound), check_(bound.op()), device_(check_.Device("q", q)), q_(q), o_(o), lse_(lse) {
   args_.dtype = check_.FloatDType("q", q);
   check_.Rank("q", q, 3, "(n, num_qo_heads, head_dim)");
   check_.Sizes32("q", q);
@@ -48,6 +48,8 @@ CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const Ten
               "(n, num_qo_heads, head_dim)");
   check_.Data("lse", lse, device_, kFloat32, {q.size(0), q.size(1)}, "(n, num_qo_heads)");
   check_.Finite("sm_scale", sm_scale);
+  check_.NoOverlap("o", o, "lse", lse);
+  KeepFromOutputs("q", q);
   args_.num_rows = q.size(0);
   args_.num_qo_heads = static_cast<int32_t>(q.size(1));
   args_.batch_size = static_cast<int32_t>(q.size(0));
@@ -69,6 +71,7 @@ const float* CacheCall::PerHead(const char* name, const Optional<Tensor>& values
   const Tensor tensor = values.value();
   const TensorView view(tensor);
   check_.Data(name, view, device_, kFloat32, {args_.num_qo_heads}, "(num_qo_heads,)");
+  KeepFromOutputs(name, view);
   return DataOf<float>(view);
 }
 
@@ -88,6 +91,12 @@ void CacheCall::IndexVector(const char* name, const TensorView& tensor, int64_t 
                             const char* meaning) {
   check_.IndexVector(name, tensor, size, meaning);
   check_.OnDevice(name, tensor, device_);
+  KeepFromOutputs(name, tensor);
+}
+
+void CacheCall::KeepFromOutputs(const char* name, const TensorView& input) const {
+  check_.NoOverlap("o", o_, name, input);
+  check_.NoOverlap("lse", lse_, name, input);
 }
 
 void CacheCall::SetBatchSize(const char* indptr_name, const TensorView& indptr) {
@@ -147,6 +156,7 @@ void CacheCall::SetPages(const TensorView& pages, const TensorView& page_indptr,
   is_paged_ = true;
   check_.DType("pages", pages, q_.dtype());
   check_.OnDevice("pages", pages, device_);
+  KeepFromOutputs("pages", pages);
   const bool is_mla = bound_.slot() == CacheSlot::kMLA;
   if (is_mla) {
     check_.UnitLastStride("pages", pages);
@@ -195,6 +205,7 @@ void CacheCall::SetPages(const TensorView& pages, const TensorView& page_indptr,
                  "(batch_size,), or (3, batch_size) in a sliding window");
   }
   check_.Contiguous("length_info", length_info);
+  KeepFromOutputs("length_info", length_info);
   paged_.indptr = DataOf<int32_t>(page_indptr);
   paged_.indices = DataOf<int32_t>(page_indices);
   paged_.last_page_len = DataOf<int32_t>(length_info);
@@ -238,6 +249,7 @@ void CacheCall::SetRaggedKeys(const TensorView& k, const TensorView& v,
   for (auto [name, tensor] : {std::pair<const char*, const TensorView*>{"k", &k}, {"v", &v}}) {
     check_.DType(name, *tensor, q_.dtype());
     check_.OnDevice(name, *tensor, device_);
+    KeepFromOutputs(name, *tensor);
   }
   if (values.num_heads != keys.num_heads || values.length != keys.length) {
     check_.FailValue("`v` has shape " + ShapeText(v) + ", `k` has " + ShapeText(k) +
@@ -274,6 +286,7 @@ void CacheCall::SetTree(const TensorView& tree_indptr, const TensorView& tree_ma
         "the same flat");
   }
   check_.Contiguous("tree_mask", tree_mask);
+  KeepFromOutputs("tree_mask", tree_mask);
   extras_.tree_indptr = DataOf<int32_t>(tree_indptr);
   extras_.tree_mask = DataOf<int32_t>(tree_mask);
   extras_.num_tree_nodes = tree_mask.numel() / 2;

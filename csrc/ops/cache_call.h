@@ -97,6 +97,8 @@ class CacheCall {
   HostInts ReadInts(const TensorView& tensor) const;
 
   void IndexVector(const char* name, const TensorView& tensor, int64_t size, const char* meaning);
+  /*! \brief The outputs share no memory with an input. */
+  void KeepFromOutputs(const char* name, const TensorView& input) const;
   void SetHeads(int64_t num_kv_heads, int64_t head_dim_qk, int64_t head_dim_vo, const char* keys);
   void SetBatchSize(const char* indptr_name, const TensorView& indptr);
   const float* PerHead(const char* name, const Optional<Tensor>& values) const;
@@ -110,6 +112,7 @@ class CacheCall {
   DLDevice device_;
   TensorView q_;
   TensorView o_;
+  TensorView lse_;
   kernels::AttentionArgs args_{};
   kernels::AttentionExtras extras_{};
   kernels::PagedKV paged_{};

@@ -10,6 +10,24 @@ namespace ops {
 
 namespace {
 
+/*! \brief The bytes from the first element of a tensor to its last. */
+struct ByteRange {
+  const char* begin;
+  const char* end;
+};
+
+ByteRange BytesOf(const TensorView& tensor) {
+  const char* begin = DataOf<const char>(tensor);
+  if (tensor.numel() == 0) return {begin, begin};
+  int64_t count = tensor.numel();
+  if (!tensor.IsContiguous()) {
+    count = 1;
+    for (int i = 0; i < tensor.ndim(); ++i) count += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  const int64_t element_bytes = (tensor.dtype().bits * tensor.dtype().lanes + 7) / 8;
+  return {begin, begin + count * element_bytes};
+}
+
 bool SameDType(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
 }
@@ -179,6 +197,21 @@ void Checker::Data(const char* name, const TensorView& tensor, DLDevice device, 
   OnDevice(name, tensor, device);
   Shape(name, tensor, expected, meaning);
   Contiguous(name, tensor);
+}
+
+void Checker::NoOverlap(const char* output_name, const TensorView& output, const char* name,
+                        const TensorView& tensor) const {
+  const ByteRange written = BytesOf(output), other = BytesOf(tensor);
+  if (written.begin == written.end || other.begin == other.end) return;
+  if (written.begin < other.end && other.begin < written.end) {
+    FailValue(Text("`", output_name, "` and `", name,
+                   "` overlap in memory; an output needs memory of its own"));
+  }
+}
+
+void Checker::NoOverlap(const char* output_name, const TensorView& output,
+                        std::initializer_list<std::pair<const char*, TensorView>> tensors) const {
+  for (const auto& [name, tensor] : tensors) NoOverlap(output_name, output, name, tensor);
 }
 
 void Checker::Positive(const char* name, int64_t value) const {

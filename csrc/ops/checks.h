@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "../kernels/types.h"
 
@@ -66,6 +67,16 @@ class Checker {
   /*! \brief A contiguous tensor of data of this dtype on this device. */
   void Data(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype,
             std::initializer_list<int64_t> expected, const char* meaning) const;
+
+  /*!
+   * \brief No byte of the output belongs to the other tensor: kernels write while they read. Gaps
+   * between the elements of a strided tensor count as its bytes.
+   */
+  void NoOverlap(const char* output_name, const TensorView& output, const char* name,
+                 const TensorView& tensor) const;
+  /*! \brief The same for each of some tensors. */
+  void NoOverlap(const char* output_name, const TensorView& output,
+                 std::initializer_list<std::pair<const char*, TensorView>> tensors) const;
 
   void Positive(const char* name, int64_t value) const;
   void Finite(const char* name, double value) const;

@@ -100,9 +100,22 @@ void* RequireKernel(const Checker& check, const std::string& name, const UnitSpe
   check.FailRuntime(message.str());
 }
 
+void RefuseCapture(const Checker& check, DLDevice device, const char* reason) {
+  auto is_capturing = RequireCommon<kernels::cuda::IsCapturingFn>(check, "is_capturing", device);
+  bool capturing = false;
+  Launch(check, is_capturing, CurrentStream(device), &capturing);
+  if (capturing) {
+    check.FailRuntime(Text("the current stream of ", DeviceText(device),
+                           " is being captured into a CUDA graph: ", reason));
+  }
+}
+
 std::vector<int32_t> ReadBack(const Checker& check, const TensorView& tensor) {
   std::vector<int32_t> values(tensor.numel());
   if (values.empty()) return values;
+  RefuseCapture(check, tensor.device(),
+                "the host cannot read device tensors then; unset TVM_FLASHINFER_CHECK for the "
+                "capture, and call functions with longrope once before it");
   auto read_back = RequireCommon<kernels::cuda::ReadBackFn>(check, "read_back", tensor.device());
   Launch(check, read_back, DataOf(tensor), static_cast<void*>(values.data()),
          static_cast<int64_t>(values.size() * sizeof(int32_t)), CurrentStream(tensor.device()));

@@ -44,6 +44,18 @@ void Launch(const Checker& check, Fn function, Args&&... args) {
   if (status != kernels::cuda::kOk) check.FailRuntime(error);
 }
 
+/*!
+ * \brief Raise while the current stream is captured into a CUDA graph. `reason` says why the call
+ * does not fit a graph, and what to do.
+ */
+void RefuseCapture(const Checker& check, DLDevice device, const char* reason);
+
+/*! \brief The reason of all functions with a plan: a graph would read what later plans overwrite.
+ */
+constexpr const char* kPlansAreNotCaptured =
+    "plans hold for one step and cannot be captured; call the function of "
+    "flashinfer.bind_attention, which reads its lengths on the device";
+
 /*! \brief A host copy of an int32 device tensor; waits for the work of the current stream. */
 std::vector<int32_t> ReadBack(const Checker& check, const TensorView& tensor);
 

@@ -17,6 +17,14 @@ void Merge(const Checker& check, const kernels::MergeStateArgs& args, DLDevice d
   Launch(check, run, args, CurrentStream(device));
 }
 
+/*! \brief Elements are merged one by one: an output may be one of the states, but not shifted. */
+void CheckMerged(const Checker& check, const char* name, const TensorView& merged,
+                 std::initializer_list<std::pair<const char*, TensorView>> states) {
+  for (const auto& [state_name, state] : states) {
+    if (DataOf(merged) != DataOf(state)) check.NoOverlap(name, merged, state_name, state);
+  }
+}
+
 }  // namespace
 
 void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, TensorView v_merged,
@@ -35,6 +43,10 @@ void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, 
   check.Data("s_b", s_b, device, kFloat32, {n, heads}, logs);
   check.Data("v_merged", v_merged, device, v_a.dtype(), {n, heads, dim}, values);
   check.Data("s_merged", s_merged, device, kFloat32, {n, heads}, logs);
+  CheckMerged(check, "v_merged", v_merged, {{"v_a", v_a}, {"v_b", v_b}});
+  CheckMerged(check, "s_merged", s_merged, {{"s_a", s_a}, {"s_b", s_b}});
+  check.NoOverlap("v_merged", v_merged, {{"s_a", s_a}, {"s_b", s_b}, {"s_merged", s_merged}});
+  check.NoOverlap("s_merged", s_merged, {{"v_a", v_a}, {"v_b", v_b}});
   Merge(check,
         {dtype, n, static_cast<int32_t>(heads), static_cast<int32_t>(dim), DataOf(v_a),
          DataOf<float>(s_a), DataOf(v_b), DataOf<float>(s_b), DataOf(v_merged),
@@ -53,6 +65,10 @@ void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorVie
   check.Data("s", s, device, kFloat32, {n, heads}, "(n, num_heads)");
   check.Data("v_other", v_other, device, v.dtype(), {n, heads, dim}, "(n, num_heads, head_dim)");
   check.Data("s_other", s_other, device, kFloat32, {n, heads}, "(n, num_heads)");
+  CheckMerged(check, "v", v, {{"v_other", v_other}});
+  CheckMerged(check, "s", s, {{"s_other", s_other}});
+  check.NoOverlap("v", v, {{"s", s}, {"s_other", s_other}});
+  check.NoOverlap("s", s, "v_other", v_other);
   Merge(check,
         {dtype, n, static_cast<int32_t>(heads), static_cast<int32_t>(dim), DataOf(v),
          DataOf<float>(s), DataOf(v_other), DataOf<float>(s_other), DataOf(v), DataOf<float>(s)},

@@ -83,6 +83,7 @@ void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView
   check.Data("v", v, device, pages.dtype(), {n, pool.num_kv_heads, pool.head_dim}, meaning);
   check.IndexVector("position_map", position_map, n, "(n,)");
   check.OnDevice("position_map", position_map, device);
+  check.NoOverlap("pages", pages, {{"k", k}, {"v", v}, {"position_map", position_map}});
   CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/true);
   const kernels::AppendArgs args{pool, n, DataOf(k), DataOf(v), DataOf<int32_t>(position_map)};
   if (IsCPU(device)) {
@@ -124,6 +125,8 @@ void CompactKVCopy(TensorView pages, TensorView copy_length_indptr, TensorView s
   check.Shape("src_dst_pos", src_dst_pos, {2, n}, "(2, n)");
   check.Contiguous("src_dst_pos", src_dst_pos);
   check.OnDevice("src_dst_pos", src_dst_pos, device);
+  check.NoOverlap("pages", pages,
+                  {{"copy_length_indptr", copy_length_indptr}, {"src_dst_pos", src_dst_pos}});
   auto check_indptr = [&](const int32_t* indptr) {
     CheckIndptr(check, "copy_length_indptr", indptr, batch_size, n, "src_dst_pos");
   };
@@ -163,6 +166,8 @@ void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorV
   check.Data("k", k, device, pages.dtype(), {layers, n, pool.num_kv_heads, pool.head_dim}, meaning);
   check.Data("v", v, device, pages.dtype(), {layers, n, pool.num_kv_heads, pool.head_dim}, meaning);
   CheckRange(check, "layer_id", layer_id, layers, "the layers of `k` and `v`");
+  check.NoOverlap("k", k, {{"pages", pages}, {"position_map", position_map}, {"v", v}});
+  check.NoOverlap("v", v, {{"pages", pages}, {"position_map", position_map}});
   CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/false);
   const int64_t element_bytes = (pages.dtype().bits + 7) / 8;
   const int64_t layer_bytes = layer_id * n * pool.num_kv_heads * pool.head_dim * element_bytes;
@@ -185,6 +190,7 @@ void AppendPagedMLAKVCache(TensorView pages, TensorView kv, TensorView position_
   check.Data("kv", kv, device, pages.dtype(), {n, pool.head_dim}, "(n, head_dim)");
   check.IndexVector("position_map", position_map, n, "(n,)");
   check.OnDevice("position_map", position_map, device);
+  check.NoOverlap("pages", pages, {{"kv", kv}, {"position_map", position_map}});
   CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/true);
   kernels::cpu::AppendRows({pool, n, DataOf(kv), DataOf<int32_t>(position_map)});
 }
@@ -211,6 +217,7 @@ void DebugGetKVMLA(TensorView pages, TensorView position_map, TensorView kv, int
   check.Rank("kv", kv, 3, meaning);
   check.Data("kv", kv, device, pages.dtype(), {kv.size(0), n, pool.head_dim}, meaning);
   CheckRange(check, "layer_id", layer_id, kv.size(0), "the layers of `kv`");
+  check.NoOverlap("kv", kv, {{"pages", pages}, {"position_map", position_map}});
   CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/false);
   const int64_t layer_bytes = layer_id * n * pool.head_dim * ((pages.dtype().bits + 7) / 8);
   kernels::cpu::ReadRows({pool, n, DataOf<int32_t>(position_map), DataOf<char>(kv) + layer_bytes});

@@ -41,6 +41,9 @@ void Run(const Checker& check, const RopeFrequencies& frequencies, const TensorV
   check.Data("q", q, device, qkv.dtype(), {n, qo_heads, dim}, "(n, num_qo_heads, head_dim)");
   check.Data("k", k, device, qkv.dtype(), {n, kv_heads, dim}, "(n, num_kv_heads, head_dim)");
   check.Data("v", v, device, qkv.dtype(), {n, kv_heads, dim}, "(n, num_kv_heads, head_dim)");
+  check.NoOverlap("q", q, {{"qkv", qkv}, {"position_map", position_map}, {"k", k}, {"v", v}});
+  check.NoOverlap("k", k, {{"qkv", qkv}, {"position_map", position_map}, {"v", v}});
+  check.NoOverlap("v", v, {{"qkv", qkv}, {"position_map", position_map}});
   const int64_t rotary_dim = 2 * static_cast<int64_t>(frequencies.inv_freq.size());
   if (rotary_dim > dim) {
     std::ostringstream message;

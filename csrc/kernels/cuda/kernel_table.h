@@ -123,6 +123,9 @@ using DeviceArchFn = int (*)(int32_t device_id, int* major, int* minor, char* er
 using ReadBackFn = int (*)(const void* src, void* dst, int64_t num_bytes, CudaStream stream,
                            char* error);
 
+/*! \brief Whether what is put on the stream goes into a CUDA graph, to be run later. */
+using IsCapturingFn = int (*)(CudaStream stream, bool* is_capturing, char* error);
+
 }  // namespace cuda
 }  // namespace kernels
 }  // namespace tvm_flashinfer

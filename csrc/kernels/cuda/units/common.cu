@@ -98,6 +98,15 @@ int ReadBack(const void* src, void* dst, int64_t num_bytes, CudaStream stream, c
   });
 }
 
+int IsCapturing(CudaStream stream, bool* is_capturing, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    const cudaError_t status = cudaStreamIsCapturing(handle, &capture);
+    *is_capturing = capture != cudaStreamCaptureStatusNone;
+    return status;
+  });
+}
+
 TVM_FLASHINFER_REGISTER(batch_prefill_plan, "batch_prefill_plan", &BatchPrefillPlan);
 TVM_FLASHINFER_REGISTER(merge_state, "merge_state", &MergeState);
 TVM_FLASHINFER_REGISTER(split_qkv_rotary, "split_qkv_rotary", &SplitQKVRotary);
@@ -107,6 +116,7 @@ TVM_FLASHINFER_REGISTER(compact_kv_copy, "compact_kv_copy", &CompactKVCopy);
 TVM_FLASHINFER_REGISTER(read_pages, "read_pages", &ReadPages);
 TVM_FLASHINFER_REGISTER(device_arch, "device_arch", &DeviceArch);
 TVM_FLASHINFER_REGISTER(read_back, "read_back", &ReadBack);
+TVM_FLASHINFER_REGISTER(is_capturing, "is_capturing", &IsCapturing);
 
 }  // namespace
 }  // namespace cuda
