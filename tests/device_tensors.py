@@ -185,6 +185,12 @@ class DeviceTensor:
         )
         return view.copy()
 
+    def write(self, array: np.ndarray) -> None:
+        """Put `array` at the start of every dimension; all other bytes become 0xFF again."""
+        self._stage[...] = FILL
+        self.layout[tuple(slice(0, n) for n in array.shape)] = array
+        self._owner.copyfrom(self._stage)
+
     def assert_guards_intact(self, name: str = "tensor") -> None:
         """Fail when a byte of the guard zones at the ends of the allocation was written."""
         raw = self.raw()

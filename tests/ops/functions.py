@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import tvm
 from batches import CUDA_HEAD_DIMS, Batch, Spec, is_cuda, make_batch
 from calls import Call, bound_paged, bound_ragged, decode, paged_prefill, ragged_prefill
+from device_tensors import to_device
 
 MAKERS: dict[str, Callable[..., Call]] = {
     "planned-paged": paged_prefill,
@@ -48,6 +51,20 @@ def served(device: Any, function: str, spec: Spec) -> bool:
     if function.startswith("planned"):
         return spec.dtype != "float32" and len(dims) == 1 and spec.head_dim in CUDA_HEAD_DIMS
     return spec.dtype != "float32" and all(d % 16 == 0 and d <= 256 for d in dims)
+
+
+class Workspaces(NamedTuple):
+    """Workspaces of a test of its own, as the fixture of this name has them."""
+
+    float_workspace: Any
+    int_workspace: Any
+    pinned_int_workspace: Any
+
+
+def new_workspaces(device: Any, num_bytes: int = 8 << 20) -> Workspaces:
+    """Workspaces full of 0xFF, for tests whose device is not that of the fixture."""
+    dirty = np.full(num_bytes, 0xFF, np.uint8)
+    return Workspaces(*(to_device(dirty, where).tensor for where in (device, device, tvm.cpu(0))))
 
 
 class Attend:
