@@ -182,7 +182,11 @@ def test_figures_are_the_measured_ones() -> None:
     text = README.read_text(encoding="utf-8")
     for name in ("gpu", "driver", "cuda", "tvm", "command"):
         assert results[name] in text
-    lines = [_row_of(line) for line in text.splitlines() if re.match(r"\| `(decode|ragged|unplanned)-", line)]
+    lines = [
+        _row_of(line)
+        for line in text.splitlines()
+        if re.match(r"\| `(decode|ragged|unplanned)-", line)
+    ]
     assert lines == [
         [
             row["row"],
