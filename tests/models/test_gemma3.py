@@ -62,7 +62,9 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Gemma:
 
 
 @pytest.fixture(scope="module")
-def load(gemma: Gemma, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+def load(
+    tvm_027: None, gemma: Gemma, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Model]:
     """Compile and load the model for a device, once."""
 
     @functools.cache
