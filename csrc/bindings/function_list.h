@@ -27,6 +27,7 @@
   X(debug_get_kv, DebugGetKV)                                  \
   X(append_paged_mla_kv_cache, AppendPagedMLAKVCache)          \
   X(copy_single_page_mla, CopySinglePageMLA)                   \
-  X(debug_get_kv_mla, DebugGetKVMLA)
+  X(debug_get_kv_mla, DebugGetKVMLA)                           \
+  X(sampling.parallel_sampling_from_prob, ParallelSamplingFromProb)
 
 #endif  // TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_

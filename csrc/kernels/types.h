@@ -270,6 +270,22 @@ struct ReadRowsArgs {
   void* rows;
 };
 
+/*!
+ * \brief Draw of one index for each sample from rows of probabilities (num_rows, vocab_size):
+ * ids[i] is the first index at which the running sum of row row_indices[i] is above uniform[i]; the
+ * last index with a positive probability where no sum is, and -1 where none is positive or the row
+ * does not exist. NaN counts as 0.
+ */
+struct SampleArgs {
+  int64_t num_samples;
+  int64_t num_rows;
+  int32_t vocab_size;
+  const float* probs;
+  const float* uniform;
+  const int32_t* row_indices;
+  int32_t* ids;
+};
+
 }  // namespace kernels
 }  // namespace tvm_flashinfer
 

@@ -92,6 +92,9 @@ void AppendPagedMLAKVCache(TensorView pages, TensorView kv, TensorView position_
 void CopySinglePageMLA(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length);
 void DebugGetKVMLA(TensorView pages, TensorView position_map, TensorView kv, int64_t layer_id);
 
+Tensor ParallelSamplingFromProb(TensorView probs, TensorView uniform, TensorView sample_indices,
+                                Tensor out_ids);
+
 }  // namespace ops
 }  // namespace tvm_flashinfer
 

@@ -22,6 +22,7 @@ void ReadPages(const ReadPagesArgs& args);
 void AppendRows(const AppendRowsArgs& args);
 void CopyRows(const CopyRowsArgs& args);
 void ReadRows(const ReadRowsArgs& args);
+void SampleFromProbs(const SampleArgs& args);
 
 /*! \brief Worker threads in use, the caller's included. */
 int NumThreads();

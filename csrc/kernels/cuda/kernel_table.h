@@ -114,6 +114,7 @@ using SplitRotaryFn = int (*)(const SplitRotaryArgs& args, CudaStream stream, ch
 using AppendFn = int (*)(const AppendArgs& args, CudaStream stream, char* error);
 using CopyPageFn = int (*)(const CopyPageArgs& args, CudaStream stream, char* error);
 using CompactCopyFn = int (*)(const CompactCopyArgs& args, CudaStream stream, char* error);
+using SampleFn = int (*)(const SampleArgs& args, CudaStream stream, char* error);
 using ReadPagesFn = int (*)(const ReadPagesArgs& args, CudaStream stream, char* error);
 
 /*! \brief Compute capability of a device, for the choice of units. */

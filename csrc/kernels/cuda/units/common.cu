@@ -7,6 +7,7 @@
 #include "../pages.cuh"
 #include "../plan_buffer.h"
 #include "../rotary.cuh"
+#include "../sampling.cuh"
 #include "../unit.h"
 
 namespace tvm_flashinfer {
@@ -113,6 +114,7 @@ TVM_FLASHINFER_REGISTER(split_qkv_rotary, "split_qkv_rotary", &SplitQKVRotary);
 TVM_FLASHINFER_REGISTER(append_paged_kv_cache, "append_paged_kv_cache", &AppendPagedKVCache);
 TVM_FLASHINFER_REGISTER(copy_single_page, "copy_single_page", &CopySinglePage);
 TVM_FLASHINFER_REGISTER(compact_kv_copy, "compact_kv_copy", &CompactKVCopy);
+TVM_FLASHINFER_REGISTER(sample_from_probs, "sample_from_probs", &SampleFromProbs);
 TVM_FLASHINFER_REGISTER(read_pages, "read_pages", &ReadPages);
 TVM_FLASHINFER_REGISTER(device_arch, "device_arch", &DeviceArch);
 TVM_FLASHINFER_REGISTER(read_back, "read_back", &ReadBack);
