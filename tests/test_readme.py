@@ -206,7 +206,7 @@ def _variables_of_the_code() -> set[str]:
     names: set[str] = set()
     for path in (ROOT / "tvm_flashinfer").rglob("*.py"):
         names |= set(re.findall(rf'"({_VARIABLE.pattern})"', path.read_text(encoding="utf-8")))
-    for path in (ROOT / "csrc").rglob("*.cc"):
+    for path in (*(ROOT / "csrc").rglob("*.cc"), *(ROOT / "csrc").rglob("*.h")):
         read = rf'(?:getenv|Environment)\("({_VARIABLE.pattern})"\)'
         names |= set(re.findall(read, path.read_text(encoding="utf-8")))
     return names - definitions

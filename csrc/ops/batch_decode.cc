@@ -139,7 +139,7 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
                      k.length);
   if (args.num_rows == 0) return;
   if (IsCPU(device)) {
-    kernels::cpu::BatchAttentionPaged(args, kv);
+    check.Run([&] { kernels::cpu::BatchAttentionPaged(args, kv); });
     return;
   }
   RequireCudaAttention(check, args);

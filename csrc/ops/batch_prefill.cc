@@ -169,7 +169,7 @@ void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, 
   args.qo_indptr = DataOf<int32_t>(qo_indptr);
   if (args.num_rows == 0) return;
   if (IsCPU(device)) {
-    kernels::cpu::BatchAttentionPaged(args, kv);
+    check.Run([&] { kernels::cpu::BatchAttentionPaged(args, kv); });
     return;
   }
   RequireCudaAttention(check, args);
@@ -233,7 +233,7 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
                              DataOf<int32_t>(kv_indptr)};
   if (args.num_rows == 0) return;
   if (IsCPU(device)) {
-    kernels::cpu::BatchAttentionRagged(args, kv);
+    check.Run([&] { kernels::cpu::BatchAttentionRagged(args, kv); });
     return;
   }
   RequireCudaAttention(check, args);

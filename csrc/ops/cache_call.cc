@@ -351,9 +351,9 @@ void CacheCall::Run() {
   if (!IsCPU(device_)) {
     RunOnCuda();
   } else if (is_paged_) {
-    kernels::cpu::BatchAttentionPaged(args_, paged_, extras_);
+    check_.Run([&] { kernels::cpu::BatchAttentionPaged(args_, paged_, extras_); });
   } else {
-    kernels::cpu::BatchAttentionRagged(args_, ragged_, extras_);
+    check_.Run([&] { kernels::cpu::BatchAttentionRagged(args_, ragged_, extras_); });
   }
 }
 

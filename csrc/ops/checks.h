@@ -82,6 +82,16 @@ class Checker {
   void Finite(const char* name, double value) const;
   void HeadRatio(int64_t num_qo_heads, int64_t num_kv_heads) const;
 
+  /*! \brief Call a CPU kernel; what it refuses is a ValueError. */
+  template <typename Kernel>
+  void Run(const Kernel& kernel) const {
+    try {
+      kernel();
+    } catch (const std::invalid_argument& error) {
+      FailValue(error.what());
+    }
+  }
+
   [[noreturn]] void FailValue(const std::string& message) const;
   [[noreturn]] void FailType(const std::string& message) const;
   [[noreturn]] void FailRuntime(const std::string& message) const;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "../workspace.h"
 #include "attention_block.h"
 #include "kernel_table.h"
 #include "kernels.h"
@@ -143,12 +144,15 @@ class Batch {
   }
 
   void Run() const {
+    const int64_t scratch_bytes = NumThreads() * BlockScratchBytes();
+    CheckWorkspaceBytes(scratch_bytes);
     // The state of a chunk is small, but not next to that of one key: do not fill the memory.
-    constexpr int64_t kMaxStateBytes = int64_t{64} << 20;
+    const int64_t max_state_bytes =
+        std::min(int64_t{64} << 20, MaxWorkspaceBytes() - scratch_bytes);
     const bool uneven = longest_ns_ * 2 * NumThreads() > total_ns_;
     const int64_t state_bytes = state_floats_ * static_cast<int64_t>(sizeof(float));
     if (uneven && num_chunks_ > static_cast<int64_t>(blocks_.size()) &&
-        state_bytes <= kMaxStateBytes) {
+        state_bytes <= max_state_bytes) {
       RunChunks();
     } else {
       RunBlocks();
@@ -186,10 +190,16 @@ class Batch {
     }
   }
 
-  float* BlockScratch() const {
+  /*! \brief What a thread needs, whatever the length of the requests. */
+  int64_t BlockScratchBytes() const {
+    if (blocks_.empty()) return 0;
     const AttentionBlock& block = blocks_.front();
-    const size_t floats = ScratchFloats(block.head_dim_qk, block.head_dim_vo);
-    return static_cast<float*>(ThreadScratch(ScratchSlot::kItem, floats * sizeof(float)));
+    return ScratchFloats(block.head_dim_qk, block.head_dim_vo) *
+           static_cast<int64_t>(sizeof(float));
+  }
+
+  float* BlockScratch() const {
+    return static_cast<float*>(ThreadScratch(ScratchSlot::kItem, BlockScratchBytes()));
   }
 
   void RunBlocks() const {

@@ -12,6 +12,9 @@ namespace cuda {
 
 constexpr int kMaxInlineRotaryPairs = 128;
 
+/*! \brief Keys of a request; index arrays that say more are wrong. */
+constexpr int kMaxKeys = 1 << 30;
+
 /*! \brief AttentionArgs, keys and extras as one kernel parameter. Strides count elements. */
 template <typename T>
 struct AttentionParams {
@@ -64,6 +67,7 @@ struct AttentionParams {
   // Where tiles whose keys are split put their parts. Slot i has rows of DVO floats, then (max,
   // sum).
   int resident_blocks;  // that fit the GPU at one time
+  int max_split_items;  // of one KV head, when keys are split; 0 when no tile is to be split
   float* partial_o;
   float2* partial_state;
   int* arrivals;                    // one counter per tile and KV head, zero at the start
@@ -96,7 +100,7 @@ __device__ __forceinline__ RequestInfo ReadRequest(const AttentionParams<T>& p, 
   r.window_offset = r.sink_size = 0;
   if (p.page_size == 0) {
     r.kv_begin = Clamp(r.kv_begin, p.num_tokens);
-    r.num_keys = max(Clamp(kv_end, p.num_tokens) - r.kv_begin, 0);
+    r.num_keys = Clamp(kv_end, p.num_tokens) - r.kv_begin;
   } else {
     const int count = max(kv_end - r.kv_begin, 0);
     r.num_keys = count == 0 ? 0 : (count - 1) * p.page_size + p.last_page_len[b];
@@ -105,8 +109,8 @@ __device__ __forceinline__ RequestInfo ReadRequest(const AttentionParams<T>& p, 
       r.sink_size = p.sink_size[b];
       r.num_keys = r.num_keys - r.window_offset + r.sink_size;
     }
-    r.num_keys = max(r.num_keys, 0);
   }
+  r.num_keys = Clamp(r.num_keys, kMaxKeys);
   return r;
 }
 

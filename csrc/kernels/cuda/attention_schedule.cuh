@@ -56,14 +56,17 @@ class Schedule {
     tiles = Sum(tiles);
     // With fewer tiles than blocks that fit the GPU, keys are split until there is a block for each
     // place. With more, they are split so that the last wave of blocks is a small part of the
-    // whole, but not so far that merging the parts shows.
-    const long long places = max(p.resident_blocks / p.num_kv_heads, 1);
+    // whole, but not so far that merging the parts shows. Rounding up adds one item a tile at most,
+    // so there are never more than max_split_items, whatever the index arrays hold.
+    const long long most = p.max_split_items;
+    const long long places =
+        min(static_cast<long long>(max(p.resident_blocks / p.num_kv_heads, 1)), most);
     if (tiles < places) {
       chunk_len_ = ChunkLen(work, places - tiles, 64);
-    } else if (tiles < kWaves * places) {
-      chunk_len_ = ChunkLen(work, kWaves * places - tiles, 512);
+    } else if (tiles < most) {
+      chunk_len_ = ChunkLen(work, most - tiles, 512);
     } else {
-      chunk_len_ = 1 << 30;
+      chunk_len_ = kMaxKeys;
     }
     if (p.batch_size <= Memory::kTableSize) {
       ForEachRequest([&](int b, const RequestInfo&, long long item_end, long long tile_end) {
@@ -112,7 +115,8 @@ class Schedule {
  private:
   __device__ static int ChunkLen(long long work, long long blocks, long long least) {
     const long long even = (work + blocks - 1) / blocks;
-    return static_cast<int>(min(max((even + 63) / 64 * 64, least), 1LL << 30));
+    return static_cast<int>(
+        min(max((even + 63) / 64 * 64, least), static_cast<long long>(kMaxKeys)));
   }
 
   __device__ int Tiles(const RequestInfo& r) const {

@@ -1,4 +1,5 @@
 // Attention scheduled on the device, over paged or ragged keys, for one dtype and head dimensions.
+#include "../../workspace.h"
 #include "../attention_kernel.cuh"
 
 namespace tvm_flashinfer {
@@ -108,19 +109,41 @@ cudaError_t ResidentBlocks(int threads, size_t shared, int* blocks) {
   return cudaSuccess;
 }
 
+/*! \brief Tiles of a batch of one KV head, at most. */
+int64_t MaxTiles(const AttentionParams<T>& p, int tile_rows) {
+  return int64_t{p.num_rows} * p.group_size / tile_rows + p.batch_size;
+}
+
+/*!
+ * \brief Items of one KV head that tiles whose keys are split may come to; 0 when no tile is split.
+ *
+ * Tiles are split to fill the GPU, and no further than into 64 keys.
+ */
+int64_t MaxSplitItems(const AttentionParams<T>& p, int tile_rows) {
+  const int64_t places = kWaves * std::max(p.resident_blocks / p.num_kv_heads, 1);
+  if (CeilDiv(int64_t{p.num_rows} * p.group_size, tile_rows) >= places) return 0;
+  const int64_t keys = p.page_size == 0 ? p.num_tokens : p.num_indices * p.page_size;
+  const int64_t chunks = std::min(CeilDiv(keys, 64), places);
+  const int64_t tiles = MaxTiles(p, tile_rows);
+  const int64_t of_request =
+      p.qo_indptr == nullptr ? CeilDiv(int64_t{p.group_size}, tile_rows) : tiles;
+  return std::min(places, tiles + of_request * chunks);
+}
+
 template <int kWarpsQ, int kBlocksQ, int kWarpsKV, bool kExtras>
-cudaError_t Run(AttentionParams<T> p, int64_t num_rows, cudaStream_t stream) {
+cudaError_t Run(AttentionParams<T> p, cudaStream_t stream) {
   using Traits = AttentionTraits<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV>;
   constexpr auto kernel =
       AttentionKernel<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV, kExtras>;
   cudaError_t status =
       ResidentBlocks<kernel>(Traits::kThreads, Traits::kSharedBytes, &p.resident_blocks);
   if (status != cudaSuccess) return status;
-  // A batch that is split has as many items as this at most: see Schedule.
-  const int64_t slots = static_cast<int64_t>(kWaves) * p.resident_blocks;
+  p.max_split_items = static_cast<int>(MaxSplitItems(p, Traits::kRows));
+  const int64_t slots = int64_t{p.max_split_items} * p.num_kv_heads;
   const size_t o_bytes = slots * Traits::kRows * kHeadDimVO * sizeof(float);
   const size_t state_bytes = slots * Traits::kRows * sizeof(float2);
   const size_t counter_bytes = sizeof(unsigned long long) + slots * sizeof(int);
+  CheckWorkspaceBytes(o_bytes + state_bytes + counter_bytes);
   char* workspace = nullptr;
   status = cudaMallocAsync(&workspace, o_bytes + state_bytes + counter_bytes, stream);
   if (status != cudaSuccess) return status;
@@ -130,10 +153,8 @@ cudaError_t Run(AttentionParams<T> p, int64_t num_rows, cudaStream_t stream) {
   p.arrivals = reinterpret_cast<int*>(p.items_taken + 1);
   status = cudaMemsetAsync(p.items_taken, 0, counter_bytes, stream);
   if (status == cudaSuccess) {
-    const int64_t tiles =
-        CeilDiv(num_rows * p.group_size, Traits::kRows) + p.batch_size;  // at most
-    const int64_t blocks =
-        std::min<int64_t>(p.resident_blocks, std::max<int64_t>(tiles * p.num_kv_heads, slots));
+    const int64_t items = std::max(MaxTiles(p, Traits::kRows) * p.num_kv_heads, slots);
+    const int64_t blocks = std::min<int64_t>(p.resident_blocks, items);
     kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, Traits::kSharedBytes, stream>>>(p);
     status = cudaGetLastError();
   }
@@ -157,11 +178,11 @@ int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const Ragged
         args.num_rows * p.group_size / std::max<int64_t>(args.batch_size, 1);
     auto run = [&](auto extras_tag) {
       constexpr bool kExtras = decltype(extras_tag)::value;
-      if (rows_of_request <= 32) return Run<1, 1, 4, kExtras>(p, args.num_rows, handle);
-      if (rows_of_request <= 256) return Run<4, 1, 1, kExtras>(p, args.num_rows, handle);
+      if (rows_of_request <= 32) return Run<1, 1, 4, kExtras>(p, handle);
+      if (rows_of_request <= 256) return Run<4, 1, 1, kExtras>(p, handle);
       // Two blocks of rows a warp read each key once for both, if the registers hold them.
       constexpr bool kFits = !kExtras && kHeadDimQK <= 128 && kHeadDimVO <= 128;
-      return Run<kFits ? 4 : 8, kFits ? 2 : 1, 1, kExtras>(p, args.num_rows, handle);
+      return Run<kFits ? 4 : 8, kFits ? 2 : 1, 1, kExtras>(p, handle);
     };
     return has_extras ? run(std::true_type()) : run(std::false_type());
   });
