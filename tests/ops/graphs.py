@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ class Stream:
         device.sync()  # makes the device's context current on this thread
         self.handle = ctypes.c_void_p()
         not_blocking = 1
-        _call("cuStreamCreate", ctypes.byref(self.handle), not_blocking)
+        _call("cuStreamCreate", ctypes.byref(self.handle), ctypes.c_uint(not_blocking))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -46,17 +47,12 @@ class Stream:
             yield
         self.wait()
 
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """What is put on the stream inside the block is captured, and dropped."""
-        with tvm_ffi.use_raw_stream(self.device, self.handle.value or 0):
-            _call("cuStreamBeginCapture_v2", self.handle, 0)  # of all threads
-            graph = ctypes.c_void_p()
-            try:
-                yield
-            finally:
-                _call("cuStreamEndCapture", self.handle, ctypes.byref(graph))
-                _call("cuGraphDestroy", graph)
+    def dirty(self, num_bytes: int = 256 << 20) -> None:
+        """Fill scratch memory with NaN and give it back, for what comes next on the stream."""
+        address, size = ctypes.c_uint64(), ctypes.c_size_t(num_bytes)
+        _call("cuMemAllocAsync", ctypes.byref(address), size, self.handle)
+        _call("cuMemsetD8Async", address, ctypes.c_ubyte(0xFF), size, self.handle)
+        _call("cuMemFreeAsync", address, self.handle)
 
     def wait(self) -> None:
         """Wait for all work of the stream."""
@@ -67,23 +63,33 @@ class Stream:
         _call("cuStreamDestroy_v2", self.handle)
 
 
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """No tensor of an earlier test is collected in the block: to free memory ends a capture."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Graph:
     """What `body` puts on the stream, to be run again and again."""
 
     def __init__(self, stream: Stream, body: Callable[[], None]) -> None:
         self._stream = stream
         graph = ctypes.c_void_p()
-        with tvm_ffi.use_raw_stream(stream.device, stream.handle.value or 0):
-            _call("cuStreamBeginCapture_v2", stream.handle, 0)
+        global_mode = 0  # the strictest: no thread may call what waits or is unsafe in a capture
+        with _no_garbage(), tvm_ffi.use_raw_stream(stream.device, stream.handle.value or 0):
+            _call("cuStreamBeginCapture_v2", stream.handle, ctypes.c_int(global_mode))
             try:
                 body()
             finally:
                 _call("cuStreamEndCapture", stream.handle, ctypes.byref(graph))
         self._executable = ctypes.c_void_p()
-        _call(
-            "cuGraphInstantiateWithFlags",
-            ctypes.byref(self._executable), graph, ctypes.c_ulonglong(0),
-        )  # fmt: skip
+        executable = ctypes.byref(self._executable)
+        _call("cuGraphInstantiateWithFlags", executable, graph, ctypes.c_ulonglong(0))
         _call("cuGraphDestroy", graph)
 
     def replay(self) -> None:

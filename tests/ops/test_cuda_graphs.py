@@ -73,12 +73,14 @@ class Slot:
 def check_replays(ops: Any, stream: Stream, rng: Any, *calls: list[CacheSpec]) -> None:
     """Capture one call for each list of specs, in one graph, with the contents of the first ones.
 
-    Then replay with the contents of each, up and down again, after a replay over NaN.
+    Then replay with the contents of each, up and down again, after a replay over NaN. The scratch
+    memory that calls take and give back holds NaN before the first of them.
     """
     device = stream.device
     slots = [Slot(ops, [make_cache_batch(rng, device, spec) for spec in specs]) for specs in calls]
 
     def body() -> None:
+        stream.dirty()
         for slot in slots:
             slot.call()
 
@@ -230,9 +232,9 @@ def test_step_of_a_layer(ops, stream, rng):
 
     captured, plain = make(), make()
     steps = [(at, normal(rng, (n, heads, d), dtype)) for at in (13, 14, 15, 16, 17)]
+    warm = make()
+    stage(warm, *steps[0])
     with stream.current():
-        warm = make()
-        stage(warm, *steps[0])
         body(warm)
     graph = Graph(stream, lambda: body(captured))
     for step in steps:
@@ -250,20 +252,29 @@ def test_step_of_a_layer(ops, stream, rng):
 
 @each(*PLANNED)
 def test_plans_are_refused(ops, stream, rng, function):
-    """A plan in a capture, and a run of a plan that was made before: usable again afterwards."""
+    """A plan in a capture, and a run of a plan made before; the capture goes on."""
     device = stream.device
     attend = Attend(ops, device, new_workspaces(device))
     spec = Spec((40, 3), (4, 3), (8, 2))
     call = attend.call(function, batch_for(function, rng, spec))
     call.plan_run_check()
-    says = ("captured into a CUDA graph", "bind_attention")
-    with unchanged(call.run_args), stream.capturing():
+    other = make_cache_batch(rng, device, CacheSpec("decode_paged", [40, 3]))
+    other.run_check(ops)
+
+    def body() -> None:
+        says = ("captured into a CUDA graph", "bind_attention")
         with refused(RuntimeError, *says):
             call.run()
         with refused(RuntimeError, *says):
             call.plan()
+        other.call(ops)
+
+    with unchanged(call.run_args):
+        graph = Graph(stream, body)
+    check_replay(graph, other)
     with refused(ValueError, "enable_cuda_graph"):
         call.plan(enable_cuda_graph=True)
+    call.fresh_outputs()
     call.plan_run_check()
 
 
@@ -271,8 +282,25 @@ def test_checked_contents_are_refused(ops, stream, rng, monkeypatch):
     """Contents cannot be read back in a capture; the setting is named, and the capture goes on."""
     batch = make_cache_batch(rng, stream.device, CacheSpec("decode_paged", [40, 3]))
     batch.run_check(ops)
-    with unchanged(batch.args), stream.capturing(), monkeypatch.context() as patch:
-        patch.setenv("TVM_FLASHINFER_CHECK", "1")
-        with refused(RuntimeError, "captured into a CUDA graph", "TVM_FLASHINFER_CHECK"):
-            batch.call(ops)
+
+    def body() -> None:
+        with monkeypatch.context() as patch:
+            patch.setenv("TVM_FLASHINFER_CHECK", "1")
+            with refused(RuntimeError, "captured into a CUDA graph", "TVM_FLASHINFER_CHECK"):
+                batch.call(ops)
+        batch.call(ops)
+
+    with unchanged(batch.args):
+        graph = Graph(stream, body)
+    check_replay(graph, batch)
     batch.run_check(ops)
+
+
+def check_replay(graph: Graph, batch: CacheBatch) -> None:
+    """Replay over outputs that hold NaN, and compare with float64."""
+    for name in ("o", "lse"):
+        output = batch.args[name]
+        output.write(output.layout[:0])
+    graph.replay()
+    batch.check()
+    graph.close()
