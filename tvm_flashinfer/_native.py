@@ -34,7 +34,7 @@ def load() -> Path:
     except KernelError as error:
         raise ImportError(str(error)) from error
     if tvm_ffi.get_global_func(_PROBE, allow_missing=True) is not None:
-        # A second registration of a name aborts the process.
+        # That copy may be of another version, and is not connected to the kernel build.
         raise ImportError(
             f"the flashinfer.* functions were registered by another library; {path} was not "
             "loaded. Load one copy of libtvm_flashinfer.so in a process."

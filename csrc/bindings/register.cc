@@ -1,8 +1,10 @@
 // The `flashinfer.*` globals of the shared library.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
+#include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include <cstdio>
 #include <string>
 
 #include "../kernels/cpu/kernels.h"
@@ -37,6 +39,7 @@ Array<String> LoadedKernels() {
 }
 
 Map<String, String> CPUInfo() {
+  ops::Checker("cpu_info").CPUSettings();
   return {{"threads", std::to_string(kernels::cpu::NumThreads())},
           {"instruction_set", kernels::cpu::InstructionSet()}};
 }
@@ -45,6 +48,14 @@ Map<String, String> CPUInfo() {
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
+  // A second registration of a name would throw, and nobody can catch what is thrown from here.
+  if (tvm::ffi::Function::GetGlobal("flashinfer.load_kernels").has_value()) {
+    std::fputs(
+        "tvm_flashinfer: a second copy of libtvm_flashinfer.so was loaded; the functions of the "
+        "first stay in use\n",
+        stderr);
+    return;
+  }
 #define TVM_FLASHINFER_REGISTER_FUNCTION(name, function) \
   refl::GlobalDef().def("flashinfer." #name, ops::function);
   TVM_FLASHINFER_FUNCTIONS(TVM_FLASHINFER_REGISTER_FUNCTION)

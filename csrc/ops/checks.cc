@@ -5,6 +5,8 @@
 #include <cstring>
 #include <sstream>
 
+#include "../kernels/cpu/kernels.h"
+
 namespace tvm_flashinfer {
 namespace ops {
 
@@ -89,7 +91,15 @@ DLDevice Checker::Device(const char* name, const TensorView& tensor) const {
   if (!IsCPU(device) && !IsCUDA(device)) {
     FailValue(Text("`", name, "` is on ", DeviceText(device), "; the kernels run on cpu and cuda"));
   }
+  if (IsCPU(device)) CPUSettings();
   return device;
+}
+
+void Checker::CPUSettings() const {
+  for (const std::string* error :
+       {&kernels::cpu::ThreadSettingError(), &kernels::cpu::InstructionSetError()}) {
+    if (!error->empty()) FailValue(*error);
+  }
 }
 
 void Checker::OnDevice(const char* name, const TensorView& tensor, DLDevice device) const {

@@ -40,6 +40,9 @@ class Checker {
  public:
   explicit Checker(const char* op) : op_(op) {}
 
+  /*! \brief The settings of the CPU kernels in the environment can be followed. */
+  void CPUSettings() const;
+
   /*! \brief The device of the call: that of `tensor`, which must be CPU or CUDA. */
   DLDevice Device(const char* name, const TensorView& tensor) const;
   void OnDevice(const char* name, const TensorView& tensor, DLDevice device) const;

@@ -1,7 +1,7 @@
 #include "kernel_table.h"
 
 #include <cstdlib>
-#include <cstring>
+#include <string>
 
 #if defined(TVM_FLASHINFER_CPU_V3) || defined(TVM_FLASHINFER_CPU_V4)
 #include <cpuid.h>
@@ -36,12 +36,16 @@ namespace {
 }
 #endif
 
-const KernelTable* ChooseKernels() {
+std::string WantedInstructionSet() {
   const char* wanted = std::getenv("TVM_FLASHINFER_CPU_ISA");
-  if (wanted == nullptr) wanted = "";
+  return wanted == nullptr ? "" : wanted;
+}
+
+const KernelTable* ChooseKernels() {
   // A name asks for at most that level: asking for more than the CPU has must not crash.
-  const bool allow_v3 = std::strcmp(wanted, "baseline") != 0;
-  const bool allow_v4 = allow_v3 && std::strcmp(wanted, "v3") != 0;
+  const std::string wanted = WantedInstructionSet();
+  const bool allow_v3 = wanted != "baseline";
+  const bool allow_v4 = allow_v3 && wanted != "v3";
 #ifdef TVM_FLASHINFER_CPU_V4
   if (allow_v4 && HasV4()) return &v4::kKernelTable;
 #endif
@@ -58,6 +62,18 @@ const KernelTable* ChooseKernels() {
 const KernelTable& ActiveKernels() {
   static const KernelTable* const table = ChooseKernels();
   return *table;
+}
+
+const std::string& InstructionSetError() {
+  static const std::string error = [] {
+    const std::string wanted = WantedInstructionSet();
+    for (const char* name : {"", "baseline", "v3", "v4"}) {
+      if (wanted == name) return std::string();
+    }
+    return "the environment variable TVM_FLASHINFER_CPU_ISA is \"" + wanted +
+           "\"; it is \"baseline\", \"v3\" or \"v4\". Set one of these, or unset it";
+  }();
+  return error;
 }
 
 const char* InstructionSet() { return ActiveKernels().name; }

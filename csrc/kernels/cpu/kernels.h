@@ -3,6 +3,8 @@
 #ifndef TVM_FLASHINFER_KERNELS_CPU_KERNELS_H_
 #define TVM_FLASHINFER_KERNELS_CPU_KERNELS_H_
 
+#include <string>
+
 #include "../types.h"
 
 namespace tvm_flashinfer {
@@ -27,8 +29,14 @@ void SampleFromProbs(const SampleArgs& args);
 /*! \brief Worker threads in use, the caller's included. */
 int NumThreads();
 
+/*! \brief What is wrong with TVM_FLASHINFER_NUM_THREADS; empty when nothing is. */
+const std::string& ThreadSettingError();
+
 /*! \brief Name of the instruction set that was chosen at run time, such as "x86-64-v4". */
 const char* InstructionSet();
+
+/*! \brief What is wrong with TVM_FLASHINFER_CPU_ISA; empty when nothing is. */
+const std::string& InstructionSetError();
 
 }  // namespace cpu
 }  // namespace kernels

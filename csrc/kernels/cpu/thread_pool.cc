@@ -12,6 +12,7 @@
 #include <exception>
 #include <mutex>
 #include <new>
+#include <string>
 #include <thread>
 
 #include "kernels.h"
@@ -58,15 +59,37 @@ struct ProcessAffinity {
 const ProcessAffinity process_affinity;
 #endif
 
-int PositiveFromEnvironment(const char* name) {
-  const char* text = std::getenv(name);
+constexpr int kMaxThreads = 1024;
+
+/*! \brief What TVM_FLASHINFER_NUM_THREADS asks for, and why that is no number of threads. */
+struct ThreadSetting {
+  int num = 0;  // 0 when nothing is asked for
+  std::string error;
+
+  ThreadSetting() {
+    const char* text = std::getenv("TVM_FLASHINFER_NUM_THREADS");
+    if (text == nullptr || *text == '\0') return;
+    char* end = nullptr;
+    const long value = std::strtol(text, &end, 10);
+    if (*end == '\0' && value >= 1 && value <= kMaxThreads) {
+      num = static_cast<int>(value);
+    } else {
+      error = "the environment variable TVM_FLASHINFER_NUM_THREADS is \"" + std::string(text) +
+              "\"; it is a number of threads from 1 to " + std::to_string(kMaxThreads) +
+              ". Set such a number, or unset it";
+    }
+  }
+};
+
+/*! \brief TVM's own setting is read as TVM reads it. */
+int ThreadsOfTVM() {
+  const char* text = std::getenv("TVM_NUM_THREADS");
   return text == nullptr ? 0 : std::max(0, std::atoi(text));
 }
 
-int ChooseNumThreads() {
-  constexpr int kMaxThreads = 1024;
-  int num = PositiveFromEnvironment("TVM_FLASHINFER_NUM_THREADS");
-  if (num == 0) num = PositiveFromEnvironment("TVM_NUM_THREADS");
+int ChooseNumThreads(int asked_for) {
+  int num = asked_for;
+  if (num == 0) num = ThreadsOfTVM();
 #if defined(__linux__)
   if (num == 0 && process_affinity.known) num = CPU_COUNT(&process_affinity.set);
 #endif
@@ -89,9 +112,10 @@ thread_local bool inside_item = false;
 
 class ThreadPool {
  public:
-  ThreadPool() : num_threads_(ChooseNumThreads()) {}
+  ThreadPool() : num_threads_(ChooseNumThreads(setting_.num)) {}
 
   int num_threads() const { return num_threads_; }
+  const std::string& setting_error() const { return setting_.error; }
 
   void Run(int64_t count, void (*item)(void*, int64_t), void* context) {
     if (busy_.exchange(true, std::memory_order_acquire)) {
@@ -222,6 +246,7 @@ class ThreadPool {
     if (owner_waits_) left_.notify_one();
   }
 
+  const ThreadSetting setting_;
   const int num_threads_;
   bool started_ = false;  // guarded by busy_, as are the fields of the job
   std::atomic<bool> busy_{false};
@@ -302,6 +327,8 @@ void* ThreadScratch(ScratchSlot slot, size_t num_bytes) {
 }
 
 int NumThreads() { return Pool().num_threads(); }
+
+const std::string& ThreadSettingError() { return Pool().setting_error(); }
 
 }  // namespace cpu
 }  // namespace kernels
