@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ def load_model(
     return load
 
 
+#: Largest error of a logit that rounding explains; logits are about 1.
+TOLERANCE = {"float32": 1e-5, "float16": 0.1, "bfloat16": 0.5}
+
+
 @dataclass
 class Compiled:
     """A small model with random weights on a device.
@@ -84,12 +89,10 @@ class Compiled:
     ----------
     model : examples.llama.generate.Model
     config : examples.llama.model.LlamaConfig
+        Or that of another model.
     weights : dict of str to numpy.ndarray
         As the device has them, rounded to the dtype.
     dtype : str
-        float32 on CPU, float16 on CUDA.
-    tolerance : float
-        Largest error of a logit that rounding explains; logits are about 1.
     """
 
     model: Any
@@ -100,13 +103,15 @@ class Compiled:
     @property
     def tolerance(self) -> float:
         """Look it up by the dtype."""
-        return {"float32": 1e-5, "float16": 0.1}[self.dtype]
+        return TOLERANCE[self.dtype]
 
     def with_weights(self, weights: Mapping[str, np.ndarray]) -> Any:
         """Load the library once more, with other weights."""
         from examples.llama.generate import Model
+        from examples.llama.weights import NUMPY_DTYPES
 
-        arrays = [weights[name].astype(self.dtype) for name in self.model.info["params"]]
+        dtype = NUMPY_DTYPES[self.dtype]
+        arrays = [weights[name].astype(dtype) for name in self.model.info["params"]]
         return Model(self.model.library, arrays, self.model.device)
 
 
@@ -124,52 +129,70 @@ def random_weights(model: Any, seed: int) -> dict[str, np.ndarray]:
     return weights
 
 
+@pytest.fixture(
+    params=[
+        pytest.param(("cpu", "float32"), id="cpu"),
+        pytest.param(("cuda", "float16"), id="cuda-float16", marks=pytest.mark.cuda),
+        pytest.param(("cuda", "bfloat16"), id="cuda-bfloat16", marks=pytest.mark.cuda),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Where a small model runs: a device, and a dtype."""
+    if request.param[0] == "cuda":
+        request.getfixturevalue("cuda")
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def load_tiny(
+def load_random(
     tvm_027: None, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Any], Compiled]:
-    """Compile the smallest Llama for a device, once."""
+) -> Callable[[Any, tuple[str, str]], Compiled]:
+    """Compile a model of some dimensions for a place, each once; its weights are random."""
     import tvm
 
     from examples.llama.compile import compile_model, default_target, library_info
     from examples.llama.generate import Model
-    from examples.llama.model import LlamaConfig, LlamaForCausalLM
+    from examples.llama.weights import NUMPY_DTYPES
 
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=96,
-        context_length=4096,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-    )
-    loaded: dict[str, Compiled] = {}
-
-    def load(device: Any) -> Compiled:
-        kind = "cpu" if device.dlpack_device_type() == tvm.cpu().dlpack_device_type() else "cuda"
-        if kind not in loaded:
-            dtype = "float32" if kind == "cpu" else "float16"
-            folder = tmp_path_factory.mktemp("tiny")
-            library = compile_model(config, default_target(kind), dtype, folder)
-            weights = {
-                name: array.astype(dtype)
-                for name, array in random_weights(LlamaForCausalLM(config), seed=0).items()
-            }
-            params = library_info(library)["params"]
-            model = Model(library, [weights[name] for name in params], device)
-            model.library = library
-            loaded[kind] = Compiled(model, config, weights, dtype)
-        return loaded[kind]
+    @functools.cache
+    def load(config: Any, place: tuple[str, str]) -> Compiled:
+        device, dtype = place
+        library = compile_model(
+            config, default_target(device), dtype, tmp_path_factory.mktemp(config.family)
+        )
+        weights = {
+            name: array.astype(NUMPY_DTYPES[dtype])
+            for name, array in random_weights(config.model(), seed=0).items()
+        }
+        params = library_info(library)["params"]
+        model = Model(library, [weights[name] for name in params], tvm.device(device, 0))
+        model.library = library
+        return Compiled(model, config, weights, dtype)
 
     return load
 
 
+def small_llama(**changes: Any) -> Any:
+    """Dimensions of the smallest Llama, some of them changed."""
+    from examples.llama.model import LlamaConfig
+
+    dims = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 96,
+        "context_length": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**dims, **changes})
+
+
 @pytest.fixture
-def tiny(device: Any, load_tiny: Callable[[Any], Compiled]) -> Compiled:
+def tiny(place: tuple[str, str], load_random: Callable[..., Compiled]) -> Compiled:
     """The smallest Llama, on CPU and on CUDA."""
-    return load_tiny(device)
+    return load_random(small_llama(), place)
