@@ -46,10 +46,16 @@ class Model:
         """Look up a function of the library."""
         return self._vm[name]
 
-    def prefill(self, ids: np.ndarray, logit_positions: np.ndarray, cache: object) -> np.ndarray:
+    def prefill(
+        self,
+        ids: np.ndarray,
+        logit_positions: np.ndarray,
+        cache: object,
+        function: str = "prefill",
+    ) -> np.ndarray:
         """Run ``prefill``: ids (n,), rows (m,) -> logits (m, vocab_size) float32 on the host."""
         ids, rows = self._int32(ids[None]), self._int32(logit_positions)
-        return self._vm["prefill"](ids, rows, cache, self._weights).numpy()[0]
+        return self._vm[function](ids, rows, cache, self._weights).numpy()[0]
 
     def decode(self, ids: np.ndarray, cache: object) -> np.ndarray:
         """Run ``decode``: ids (batch,) -> logits (batch, vocab_size) float32 on the host."""

@@ -106,6 +106,7 @@ def generic_kv_cache(
     rope_mode: RopeMode,
     rope_theta: float,
     dtype: str,
+    head_dims: Sequence[int] | None = None,
 ) -> PagedKVCache:
     """Ask for a paged KV cache without saying which kernels serve it, as MLC's models do.
 
@@ -116,14 +117,17 @@ def generic_kv_cache(
     sizes : sequence of tirx.Var
         The five numbers that are known when the cache is created.
     config
-        Has the numbers of layers and heads and ``head_dim``.
+        Has the numbers of layers and heads, and ``head_dim`` unless ``head_dims`` is given.
     rope_mode : RopeMode
         Whether the cache rotates queries and keys.
     rope_theta : float
         Its base.
     dtype : str
         Of keys and values.
+    head_dims : sequence of int, optional
+        Of the keys and of the values in the cache, and of both before they are compressed (MLA).
     """
+    key_dim, *other_dims = head_dims or (config.head_dim, config.head_dim, 0, 0)
     kind = (
         tvm.ir.StringImm(attn_kind)
         if isinstance(attn_kind, str)
@@ -138,16 +142,15 @@ def generic_kv_cache(
             relax.prim_value(config.num_hidden_layers),
             relax.prim_value(config.num_attention_heads),
             relax.prim_value(config.num_key_value_heads),
-            relax.prim_value(config.head_dim),  # qk_head_dim
-            relax.prim_value(config.head_dim),  # v_head_dim
-            relax.prim_value(0),  # mla_original_qk_head_dim
-            relax.prim_value(0),  # mla_original_v_head_dim
+            relax.prim_value(key_dim),  # qk_head_dim
+            # v_head_dim, mla_original_qk_head_dim, mla_original_v_head_dim
+            *(relax.prim_value(dim) for dim in other_dims),
             relax.prim_value(rope_mode),
             relax.prim_value(1),  # rope_scale
             relax.prim_value(rope_theta),
             tvm.ir.StringImm(json.dumps({})),  # rope_scaling
             relax.prim_value(0),  # rope_ext_factors: none
-            relax.prim_value(config.head_dim),  # rotary_dim
+            relax.prim_value(key_dim),  # rotary_dim
             relax.prim_value(0),  # enable_disaggregation
             tvm.ir.GenericConst(tvm_ffi.dtype(dtype), relax.AnyType()),
             ty_args=relax.AnyType(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,9 +84,46 @@ class Served:
         if trees is None and set(counts) == {1}:
             logits = self.model.decode(ids, self.cache)
         else:
-            logits = self.model.prefill(ids, np.arange(len(ids)), self.cache)
+            function = self.function(tokens)
+            logits = self.model.prefill(ids, np.arange(len(ids)), self.cache, function)
         builtin("kv_state_end_forward")(self.cache)
         return dict(zip(tokens, np.split(logits, np.cumsum(counts)[:-1]), strict=True))
+
+    def function(self, seqs: Iterable[int]) -> str:
+        """Name the model's function for a step with more than one token of some sequence."""
+        return "prefill"
+
+
+class ServedLatent(Served):
+    """The same for a model with MLA, which has a function for steps on top of tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.filled: set[int] = set()
+
+    def fork(self, parent: int, child: int, at: int = -1) -> None:
+        """Start a sequence from tokens of another one."""
+        super().fork(parent, child, at)
+        self.filled.add(child)
+
+    def remove(self, seq: int) -> None:
+        """Drop a sequence."""
+        super().remove(seq)
+        self.filled.discard(seq)
+
+    def step(
+        self,
+        tokens: Mapping[int, Sequence[int]],
+        trees: Mapping[int, Sequence[int]] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """Append tokens and return the logits after each: (n, vocab_size) for each sequence."""
+        logits = super().step(tokens, trees)
+        self.filled.update(tokens)
+        return logits
+
+    def function(self, seqs: Iterable[int]) -> str:
+        """Name the model's function for a step with more than one token of some sequence."""
+        return "extend" if self.filled.intersection(seqs) else "prefill"
 
 
 class Beside:
