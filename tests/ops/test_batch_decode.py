@@ -23,7 +23,7 @@ def _check(ops: Any, device: Any, workspaces: Any, rng: Any, spec: Spec, **kwarg
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_head_dims(ops, device, workspaces, rng, dtype, head_dim):
-    """Every dtype and head dimension over strided views of one pool (C43)."""
+    """Every dtype and head dimension over strided views of one pool."""
     spec = Spec(MIXED_KV, head_dim=head_dim, dtype=dtype)
     _check(ops, device, workspaces, rng, spec, views=True)
 
@@ -31,7 +31,7 @@ def test_dtypes_and_head_dims(ops, device, workspaces, rng, dtype, head_dim):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 5, 16, 32, 512])
 def test_page_sizes(ops, device, workspaces, rng, page_size, layout):
-    """Every page size in both layouts; the unused slots of last pages are NaN (C40)."""
+    """Every page size in both layouts; the unused slots of last pages are NaN."""
     spec = Spec((*MIXED_KV, 700), page_size=page_size, layout=layout)
     _check(ops, device, workspaces, rng, spec)
 
@@ -43,7 +43,7 @@ def test_page_sizes(ops, device, workspaces, rng, page_size, layout):
     ids=str,
 )
 def test_head_groups(ops, device, workspaces, rng, heads, dtype):
-    """Groups of 1 to 71 query heads per key head (C10, C11, C12)."""
+    """Groups of 1 to 71 query heads per key head."""
     _check(ops, device, workspaces, rng, Spec((19, 256, 3), heads=heads, dtype=dtype))
 
 
@@ -54,13 +54,13 @@ def test_windows(ops, device, workspaces, rng, window_left):
 
 
 def test_requests_without_keys(ops, device, workspaces, rng):
-    """C21: kv_len [0, 17, 0, 5]: 0 and -inf on the empty ones, neighbours right."""
+    """kv_len [0, 17, 0, 5]: 0 and -inf on the empty ones, neighbours right."""
     _check(ops, device, workspaces, rng, Spec((0, 17, 0, 5), heads=(8, 2), head_dim=128))
 
 
 @pytest.mark.parametrize("kv_lens", [(), (0,), (0, 0, 0)], ids=["no requests", "one", "three"])
 def test_empty_batches(ops, device, workspaces, rng, kv_lens):
-    """C48: no requests, or none with keys."""
+    """No requests, or none with keys."""
     _check(ops, device, workspaces, rng, Spec(kv_lens))
 
 
@@ -155,7 +155,7 @@ def test_repeats_bit_for_bit(ops, device, workspaces, rng):
 @pytest.mark.parametrize("heads", [(1, 1), (16, 1)], ids=str)
 @pytest.mark.parametrize("score", [0.0, -1e3, -1e4, -5e4, -1e5, -6e5])
 def test_large_negative_scores(ops, device, workspaces, rng, score, heads):
-    """C23: every raw score is L and that of key 0 is L + 5000: the output is v[0], never zero."""
+    """Every raw score is L and that of key 0 is L + 5000: the output is v[0], never zero."""
     bf16 = numpy_dtype("bfloat16")
     spec = Spec((64,), heads=heads, head_dim=128, dtype="bfloat16")
     keys = np.full((64, 1, 128), score / 128, np.float32)
@@ -167,7 +167,7 @@ def test_large_negative_scores(ops, device, workspaces, rng, score, heads):
 
 
 def test_one_key_far_below(ops, device, workspaces, rng):
-    """C24 in decode: exactly one key, its score below -5e4: the output is v."""
+    """Decode with exactly one key, its score below -5e4: the output is v."""
     spec = Spec((1, 1), heads=(2, 1), sm_scale=1.0)
     q = np.full((2, 2, 64), -100, np.float16)
     keys = [np.full((1, 1, 64), 10 * (b + 1), np.float16) for b in range(2)]

@@ -34,7 +34,7 @@ def test_dtypes_and_head_dims(ops, device, workspaces, rng, dtype, head_dim, cau
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 5, 16, 32, 512])
 def test_page_sizes(ops, device, workspaces, rng, page_size, layout):
-    """Every page size in both layouts; the unused slots of last pages are NaN (C40)."""
+    """Every page size in both layouts; the unused slots of last pages are NaN."""
     spec = Spec((1, 31, 600, 32), (1, 9, 20, 32), page_size=page_size, layout=layout, causal=True)
     _check(ops, device, workspaces, rng, spec)
 
@@ -44,7 +44,7 @@ def test_page_sizes(ops, device, workspaces, rng, page_size, layout):
     "heads", [(3, 3), (9, 3), (28, 4), (7, 1), (16, 2), (16, 1), (71, 1)], ids=str
 )
 def test_head_groups(ops, device, workspaces, rng, heads, dtype):
-    """Groups of 1, 3, 7, 8, 16 and 71 query heads per key head (C10, C12)."""
+    """Groups of 1, 3, 7, 8, 16 and 71 query heads per key head."""
     spec = Spec((19, 70), (3, 40), heads, 64, dtype=dtype, causal=True)
     _check(ops, device, workspaces, rng, spec)
 
@@ -58,7 +58,7 @@ def test_windows(ops, device, workspaces, rng, window_left, causal):
 
 
 def test_long_window_without_causal(ops, device, workspaces, rng):
-    """C30: 300 rows, 4096 keys, window_left 333, not causal."""
+    """300 rows, 4096 keys, window_left 333, not causal."""
     spec = Spec((4096,), (300,), (4, 1), 128, page_size=16, window_left=333)
     _check(ops, device, workspaces, rng, spec, views=True)
 
@@ -72,7 +72,7 @@ def test_more_rows_than_keys(ops, device, workspaces, rng, dtype, window_left):
 
 
 def test_diagonal_is_bottom_right(ops, device, workspaces, rng):
-    """C20: with 2 rows and 3 keys row 0 sees 2 keys and row 1 sees 3, seen in the LSE."""
+    """With 2 rows and 3 keys row 0 sees 2 keys and row 1 sees 3, seen in the LSE."""
     spec = Spec((3,), (2,), (1, 1), 64, causal=True)
     zeros = np.zeros((2, 1, 64), np.float16)
     call = paged_prefill(ops, device, workspaces, make_batch(rng, spec, q=zeros))
@@ -82,14 +82,14 @@ def test_diagonal_is_bottom_right(ops, device, workspaces, rng):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_requests_without_keys(ops, device, workspaces, rng, causal):
-    """C21: kv_len [0, 17, 0, 5]: 0 and -inf where nothing is seen, neighbours right."""
+    """kv_len [0, 17, 0, 5]: 0 and -inf where nothing is seen, neighbours right."""
     spec = Spec((0, 17, 0, 5), (3, 4, 1, 5), (8, 2), 128, causal=causal)
     _check(ops, device, workspaces, rng, spec, views=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_requests_without_rows(ops, device, workspaces, rng, causal):
-    """C48: requests of 0 rows first, last, between others, and with no keys either."""
+    """Requests of 0 rows first, last, between others, and with no keys either."""
     spec = Spec((9, 40, 12, 30, 0, 7), (0, 5, 0, 20, 0, 0), causal=causal)
     _check(ops, device, workspaces, rng, spec)
 
@@ -100,7 +100,7 @@ def test_requests_without_rows(ops, device, workspaces, rng, causal):
     ids=["no requests", "nothing", "no keys", "no rows"],
 )
 def test_empty_batches(ops, device, workspaces, rng, kv_lens, qo_lens):
-    """C48: a batch without requests, rows or keys launches nothing or writes 0 and -inf."""
+    """A batch without requests, rows or keys launches nothing or writes 0 and -inf."""
     _check(ops, device, workspaces, rng, Spec(kv_lens, qo_lens))
 
 
@@ -140,7 +140,7 @@ def test_random_batches(ops, device, workspaces, rng, seed):
 
 
 def test_dirty_workspaces_many_heads(ops, device, workspaces, rng):
-    """C26: 7 requests, 64/16 heads, d 128, workspaces full of NaN."""
+    """7 requests, 64/16 heads, d 128, workspaces full of NaN."""
     qo = tuple(np.diff([0, 33, 44, 55, 66, 77, 88, 100]))
     kv = tuple(np.diff([0, 17, 29, 44, 48, 66, 100, 128]))
     spec = Spec([int(x) for x in kv], [int(x) for x in qo], (64, 16), 128)
@@ -265,7 +265,7 @@ def test_split_settings(ops, device, workspaces, rng, split):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("score", [0.0, -1e3, -1e4, -5e4, -1e5, -6e5])
 def test_large_negative_scores(ops, device, workspaces, rng, score, dtype):
-    """C23: every raw score is L and that of key 0 is L + 5000: the output is v[0], never zero."""
+    """Every raw score is L and that of key 0 is L + 5000: the output is v[0], never zero."""
     spec = Spec((64,), (3,), (16, 1), 128, dtype=dtype)
     keys = np.full((64, 1, 128), score / 128, np.float32)
     keys[0] = (score + 5000) / 128

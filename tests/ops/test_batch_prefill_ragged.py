@@ -23,7 +23,7 @@ def _check(ops: Any, device: Any, workspaces: Any, rng: Any, spec: Spec, **kwarg
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_head_dims(ops, device, workspaces, rng, dtype, head_dim, causal):
-    """Every dtype, head dimension and mask over slices of fused tensors (C13, C43)."""
+    """Every dtype, head dimension and mask over slices of fused tensors."""
     spec = Spec(
         (5, 40, 33, 130), (1, 7, 33, 64), (4, 2), head_dim, dtype=dtype, causal=causal,
         layout="NHD",
@@ -34,14 +34,14 @@ def test_dtypes_and_head_dims(ops, device, workspaces, rng, dtype, head_dim, cau
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_layouts(ops, device, workspaces, rng, layout, views):
-    """Tokens first or heads first, contiguous or with gaps; several rows each (C42)."""
+    """Tokens first or heads first, contiguous or with gaps; several rows each."""
     spec = Spec((31, 80, 1), (31, 20, 1), (6, 3), 128, layout=layout, causal=True)
     _check(ops, device, workspaces, rng, spec, views=views)
 
 
 @pytest.mark.parametrize("heads", [(3, 3), (9, 3), (28, 4), (7, 1), (16, 2), (71, 1)], ids=str)
 def test_head_groups(ops, device, workspaces, rng, heads):
-    """Groups of 1, 3, 7, 8 and 71 query heads per key head (C10, C12)."""
+    """Groups of 1, 3, 7, 8 and 71 query heads per key head."""
     _check(ops, device, workspaces, rng, Spec((19, 70), (3, 40), heads, causal=True, layout="NHD"))
 
 
@@ -61,7 +61,7 @@ def test_lengths_off_the_tile(ops, device, workspaces, rng):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_requests_without_keys_or_rows(ops, device, workspaces, rng, causal):
-    """C21, C48: requests without keys give 0 and -inf; those without rows leave others alone."""
+    """Requests without keys give 0 and -inf; those without rows leave others alone."""
     spec = Spec((0, 17, 0, 5, 9), (3, 4, 1, 0, 9), (8, 2), 128, causal=causal, layout="NHD")
     _check(ops, device, workspaces, rng, spec, views=True)
 
@@ -72,7 +72,7 @@ def test_requests_without_keys_or_rows(ops, device, workspaces, rng, causal):
     ids=["no requests", "nothing", "no keys", "no rows"],
 )
 def test_empty_batches(ops, device, workspaces, rng, kv_lens, qo_lens):
-    """C48: a batch without requests, rows or keys."""
+    """A batch without requests, rows or keys."""
     _check(ops, device, workspaces, rng, Spec(kv_lens, qo_lens, layout="NHD"))
 
 
@@ -84,14 +84,14 @@ def test_more_rows_than_keys(ops, device, workspaces, rng, dtype):
 
 
 def test_long_sequence(ops, device, workspaces, rng):
-    """C45: 16384 keys in all, as one request of few rows and some of many."""
+    """16384 keys in all, as one request of few rows and some of many."""
     spec = Spec((16000, 384), (40, 384), (4, 1), 128, causal=True, layout="NHD")
     _check(ops, device, workspaces, rng, spec)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_one_key_far_below(ops, device, workspaces, rng, dtype):
-    """C24: exactly one key, its score below -5e4: the output is v."""
+    """Exactly one key, its score below -5e4: the output is v."""
     needs_kernel(device, dtype, 64)
     spec = Spec((1, 1), (1, 4), (2, 1), 64, dtype=dtype, sm_scale=1.0, layout="NHD")
     q = np.full((5, 2, 64), -100, numpy_dtype(dtype))
@@ -105,7 +105,7 @@ def test_one_key_far_below(ops, device, workspaces, rng, dtype):
 
 @pytest.mark.parametrize("score", [0.0, -1e4, -1e5, -6e5])
 def test_large_negative_scores(ops, device, workspaces, rng, score):
-    """C23 with a causal mask over ragged keys: the output is v[0], never zero."""
+    """Causal mask, ragged keys, one score 5000 above all others: the output is v[0], never zero."""
     spec = Spec((64,), (4,), (16, 1), 128, dtype="bfloat16", causal=True, layout="NHD")
     keys = np.full((64, 1, 128), score / 128, np.float32)
     keys[0] = (score + 5000) / 128

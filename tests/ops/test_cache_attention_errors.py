@@ -84,7 +84,7 @@ TREES = [
 @pytest.mark.parametrize("slot", ["tree_paged", "tree_ragged"])
 @pytest.mark.parametrize("case", TREES)
 def test_trees(ops, device, rng, slot, case, monkeypatch):
-    """Masks of the wrong size, and trees that do not fit their rows (C29)."""
+    """Masks of the wrong size, and trees that do not fit their rows."""
     monkeypatch.setenv("TVM_FLASHINFER_CHECK", "1")
     nodes = [7, 13]
     trees = [random_tree(rng, n, "chain") for n in nodes]

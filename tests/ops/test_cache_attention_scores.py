@@ -1,4 +1,4 @@
-"""Soft caps, slopes and sinks (C27 and C28 of the list of inputs)."""
+"""Soft caps, slopes and sinks."""
 
 from __future__ import annotations
 

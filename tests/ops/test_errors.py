@@ -283,14 +283,14 @@ def _check_contents(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", [*CONTENTS, *QO_CONTENTS])
 def test_paged_run_contents(paged, case, monkeypatch):
-    """C11, C40, C47: contents of the index tensors of a paged prefill."""
+    """Contents of the index tensors of a paged prefill."""
     _check_contents(paged.device, monkeypatch)
     _run_refused(paged, case)
 
 
 @pytest.mark.parametrize("case", CONTENTS)
 def test_decode_run_contents(decoding, case, monkeypatch):
-    """C11, C40: contents of the index tensors of a decode."""
+    """Contents of the index tensors of a decode."""
     _check_contents(decoding.device, monkeypatch)
     _run_refused(decoding, case)
 
@@ -305,7 +305,7 @@ def test_decode_run_contents(decoding, case, monkeypatch):
     ],
 )
 def test_ragged_run_contents(ragged, case, monkeypatch):
-    """C47: contents of the index tensors of a ragged prefill."""
+    """Contents of the index tensors of a ragged prefill."""
     _check_contents(ragged.device, monkeypatch)
     _run_refused(ragged, case)
 
@@ -334,7 +334,7 @@ def test_plan_of_another_batch(ops, device, workspaces, rng, paged, change):
 
 
 def test_plan_without_window(ops, device, workspaces, rng):
-    """C31: planned with a window and run without, and the other way round."""
+    """Planned with a window and run without, and the other way round."""
     spec = Spec((300,), (40,), causal=True, window_left=20)
     call = paged_prefill(ops, device, workspaces, make_batch(rng, spec))
     call.plan()
@@ -360,7 +360,7 @@ def test_plans_of_another_kind(paged, decoding):
 @pytest.mark.parametrize("argument", ["float_workspace", "int_workspace", "pinned_int_workspace"])
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_small_workspaces(ops, device, workspaces, rng, kind, argument):
-    """C46: 16 bytes are enough, or refused by plan with need and have; usable afterwards."""
+    """16 bytes are enough, or refused by plan with need and have; usable afterwards."""
     spec = Spec((3000, 40), heads=(4, 2), head_dim=128)
     make = paged_prefill if kind == "prefill" else decode
     call = make(ops, device, workspaces, make_batch(rng, spec))

@@ -72,7 +72,7 @@ def test_matches_float64(ops, device, rng, dtype, shape, in_place):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_empty_states(ops, device, dtype, in_place):
-    """C22: (0, -inf) with (0, -inf) gives (0, -inf), never NaN."""
+    """(0, -inf) with (0, -inf) gives (0, -inf), never NaN."""
     zero = np.zeros((1, 1, 64), numpy_dtype(dtype))
     none = np.full((1, 1), -np.inf, np.float32)
     v, s = _merge(ops, device, [zero, none, zero, none], in_place)

@@ -179,7 +179,7 @@ def test_bound_functions_are_independent(ops, device, rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_input(ops, device, rng, dtype):
-    """The fused tensor as a slice of a wider tensor with gaps between rows and heads (C43)."""
+    """The fused tensor as a slice of a wider tensor with gaps between rows and heads."""
     qkv = normal(rng, (13, 4, 64), dtype)
     wide = np.full((13, 6, 80), np.nan, qkv.dtype)
     wide[:, 1:5, 16:] = qkv
