@@ -90,18 +90,6 @@ def test_sequence_without_tokens(compare) -> None:
     compare("group1", steps)
 
 
-def test_pages_are_given_back(drive) -> None:
-    driver = drive("group1")
-    free = driver.pages
-    driver.add(0)
-    driver.step([0], [40])
-    assert driver.pages == free - 3
-    driver.fork(0, 1)
-    driver.remove(0)
-    driver.remove(1)
-    assert driver.pages == free
-
-
 @pytest.mark.parametrize("page_size", [16, 6])
 @pytest.mark.parametrize("model", ["group1", "group8"])
 def test_token_tree(model: str, page_size: int, compare) -> None:
