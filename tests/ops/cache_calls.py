@@ -194,8 +194,12 @@ def make_cache_batch(rng: np.random.Generator, device: Any, spec: CacheSpec) -> 
         args.update({name: _ints(x, device) for name, x in tables.items()})
         args.update(k_rope_pos_offset=at_k, q_rope_position=at_q)
     else:
-        args["k"] = to_device(np.concatenate([np.zeros_like(keys[0][:0]), *keys]), device)
-        args["v"] = to_device(np.concatenate([np.zeros_like(values[0][:0]), *values]), device)
+        args["k"] = to_device(
+            np.concatenate([normal(rng, (0, hkv, spec.head_dim), spec.dtype), *keys]), device
+        )
+        args["v"] = to_device(
+            np.concatenate([normal(rng, (0, hkv, vo), spec.dtype), *values]), device
+        )
         args["kv_indptr"] = _ints(indptr_of(spec.kv_lens), device)
         args["q_rope_position"] = at_q
         if spec.slot == "prefill_ragged":

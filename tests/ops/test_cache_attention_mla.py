@@ -27,7 +27,7 @@ def _ints(values: Any) -> Any:
 def test_attention(ops, rng, dtype, dims, page_size):
     """Decode and prefill rows, requests without keys or rows, unused slots NaN."""
     heads, d, vo = dims
-    kv_lens, rows = [13, 0, 1, 129, 40], [1, 2, 1, 9, 0]
+    kv_lens, rows = [0, 17, 0, 5, 13, 129, 40], [1, 2, 1, 1, 1, 8, 0]
     for causal in (0, 1):
         keys = [normal(rng, (m, 1, d), dtype) for m in kv_lens]
         q = normal(rng, (sum(rows), heads, d), dtype)
@@ -53,6 +53,17 @@ def test_attention(ops, rng, dtype, dims, page_size):
                 o.numpy()[part], lse.numpy()[part], q[part], k, k[..., :vo],
                 Extras(causal=bool(causal)), d**-0.5, f"request {b}",
             )  # fmt: skip
+
+
+def test_no_requests(ops):
+    """A batch of none reads and writes nothing."""
+    q, pages = (to_device(np.zeros((n, 2, 64), np.float16), CPU).tensor for n in (0, 3))
+    o, lse = poisoned((0, 2, 48), "float16", CPU), poisoned((0, 2), "float32", CPU)
+    ops.bind_attention_mla("{}")(
+        q, _ints([0]), pages, _ints([0]), _ints([]), _ints([]), o.tensor, lse.tensor, 1, 0.125
+    )
+    o.assert_guards_intact("o")
+    lse.assert_guards_intact("lse")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

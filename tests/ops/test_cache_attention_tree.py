@@ -48,6 +48,22 @@ def test_groups(ops, device, rng, slot, heads):
     make_cache_batch(rng, device, spec).run_check(ops)
 
 
+@pytest.mark.parametrize("slot", ["tree_paged", "tree_ragged"])
+def test_no_requests(ops, device, rng, slot):
+    """A batch of none launches nothing."""
+    make_cache_batch(rng, device, CacheSpec(slot, [], [], trees=[])).run_check(ops)
+
+
+@pytest.mark.parametrize("slot", ["tree_paged", "tree_ragged"])
+def test_requests_without_keys(ops, device, rng, slot):
+    """0, 17, 0 and 5 keys, which are the nodes: neighbours of the empty ones are right."""
+    nodes = [0, 17, 0, 5]
+    trees = [random_tree(rng, n) for n in nodes]
+    rows = nodes if slot == "tree_ragged" else [3, 17, 1, 5]
+    spec = CacheSpec(slot, nodes, rows, (8, 2), 128, trees=trees)
+    make_cache_batch(rng, device, spec).run_check(ops)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_last_nodes_as_rows(ops, device, rng, rows):
     """A tree that grew over several steps: the rows are its last nodes alone."""

@@ -1,4 +1,4 @@
-"""Pools whose offsets leave 32 bits (the kind of C44): pages near index 2.2 million.
+"""Pools whose offsets leave 32 bits: pages near index 2.2 million.
 
 The pool spans 9 GB and over 2^32 elements. On CPU it is mapped without being backed, and only the
 pages in use are touched; on CUDA it is allocated.
@@ -13,8 +13,9 @@ import numpy as np
 import oracle
 import pytest
 from batches import Batch, Spec, indptr_of, is_cuda, normal
-from calls import decode, paged_prefill
+from cache_oracle import Extras, assert_request
 from device_tensors import poisoned, synchronize, to_device, view_of
+from functions import DECODE, PAGED, each
 
 SHAPE = (2_200_000, 2, 1, 16, 64)
 PAGE_ELEMENTS = 2 * 16 * 64
@@ -82,18 +83,21 @@ def pool(device: Any) -> Pool:
     return Pool(device)
 
 
-@pytest.mark.parametrize("make", [decode, paged_prefill], ids=["decode", "prefill"])
-def test_attention(ops, device, workspaces, rng, pool, make):
+@each(*PAGED)
+def test_attention(attend, rng, pool, function):
     """One request that holds pages at both ends and past 2^31 and 2^32 elements."""
     values = normal(rng, (4, *SHAPE[1:]), "float16")
     pool.write(values)
-    spec = Spec((60,), (1,) if make is decode else (9,), (4, 1))
+    spec = Spec((60,), (1,) if function in DECODE else (9,), (4, 1))
     k, v = (values[:, i, 0].reshape(64, 1, 64)[:60] for i in range(2))
     stub = np.zeros((4, *SHAPE[1:]), np.float16)
     q = normal(rng, (sum(spec.rows), 4, 64), "float16")
     batch = Batch(spec, q, [k], [v], stub, indptr_of([4]), PAGES, np.array([12], np.int32))
-    call = make(ops, device, workspaces, batch)
-    call.run_args["k_pages"], call.run_args["v_pages"] = pool.half(0), pool.half(1)
+    call = attend.call(function, batch)
+    if "pages" in call.run_args:
+        call.run_args["pages"] = pool.tensor
+    else:
+        call.run_args["k_pages"], call.run_args["v_pages"] = pool.half(0), pool.half(1)
     call.plan_run_check()
 
 
@@ -135,3 +139,38 @@ def test_copy_and_compact(ops, device, rng, pool):
     local = np.array([[3 * 16 + 4, 2 * 16 + 3], [5, 16 + 6]])
     expected = oracle.compacted(values, np.array([0, 1, 2]), local)
     np.testing.assert_array_equal(pool.read(), expected)
+
+
+def test_latent_attention(ops, rng):
+    """MLA with pages of 32 rows up to page 1000000: past 2^31 and past 2^32 elements, on CPU."""
+    num_pages, size, d, vo, heads = 1_000_001, 32, 576, 512, 16
+    chosen = [5, 116_600, 233_100, 1_000_000]
+    owner = _Mapped(num_pages * size * d * 2)
+    cpu = owner.device
+    half = np.dtype(np.float16)
+
+    def at(page: int) -> Any:
+        return view_of(owner, half, (1, size, d), (size * d, d, 1), page * size * d * 2)
+
+    whole = view_of(owner, half, (num_pages, size, d), (size * d, d, 1))
+    keys = normal(rng, (4 * size, d), "float16")
+    slots = np.array(chosen)[:, None] * size + np.arange(size)
+    indices = [to_device(np.array(x, np.int32), cpu).tensor for x in (chosen, slots.reshape(-1))]
+    ops.append_paged_mla_kv_cache(whole, to_device(keys, cpu).tensor, indices[1])
+    for b, page in enumerate(chosen):
+        np.testing.assert_array_equal(at(page).numpy()[0], keys[b * size : (b + 1) * size])
+    ends, rows, last = (to_device(np.array(x, np.int32), cpu).tensor for x in ([0, 4], [0, 2], [9]))
+    q = normal(rng, (2, heads, d), "float16")
+    o, lse = poisoned((2, heads, vo), "float16", cpu), poisoned((2, heads), "float32", cpu)
+    placed = to_device(q, cpu).tensor
+    ops.bind_attention_mla("{}")(
+        placed, rows, whole, ends, indices[0], last, o.tensor, lse.tensor, 1, d**-0.5
+    )
+    k = keys[: 3 * size + 9, None]
+    extras = Extras(causal=True)
+    assert_request(o.numpy(), lse.numpy(), q, k, k[..., :vo], extras, d**-0.5, "MLA")
+    ops.copy_single_page_mla(whole, 1_000_000, 5, 7)
+    np.testing.assert_array_equal(at(5).numpy()[0, :7], keys[-size:][:7])
+    out = poisoned((1, size, d), "float16", cpu)
+    ops.debug_get_kv_mla(whole, to_device(slots[3].astype(np.int32), cpu).tensor, out.tensor, 0)
+    np.testing.assert_array_equal(out.numpy()[0], keys[-size:])

@@ -1,4 +1,4 @@
-"""Windows, page tables, views and workspaces that broke other systems."""
+"""Page tables, views and workspaces that broke other systems."""
 
 from __future__ import annotations
 
@@ -7,61 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from batches import Spec, is_cuda
-from cache_calls import CacheSpec, make_cache_batch
 from calls import Call
 from device_tensors import to_device
-from functions import PAGED, PLANNED, PREFILL, batch_for, each
+from functions import PAGED, PLANNED, PREFILL, RAGGED, batch_for, each
 from refusals import assert_says, refused, unchanged
-
-
-@each("planned-paged", "planned-ragged")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_window_without_causal(attend, rng, function, dtype):
-    """300 rows over 4096 keys, window_left 333, no causal mask, 8/2 heads: every row right."""
-    spec = Spec((4096,), (300,), (8, 2), 128, window_left=333, dtype=dtype)
-    attend.check(function, rng, spec)
-
-
-@each(*PLANNED)
-@pytest.mark.parametrize(("planned", "run"), [(-1, 20), (20, -1), (20, 19)])
-def test_window_of_the_run_is_that_of_the_plan(attend, rng, function, planned, run):
-    """A plan without a window and a run with one, and the other way round, are refused."""
-    spec = Spec((300,), (40,), (4, 2), causal=True, window_left=planned)
-    call = attend.call(function, batch_for(function, rng, spec))
-    call.plan()
-    with unchanged(call.run_args), refused(ValueError, "window_left", "plan", rf" {run}\b"):
-        call.run(window_left=run)
-    call.run()
-    call.check()
-
-
-@pytest.mark.parametrize("window", [512, 1024])
-def test_chunks_over_a_window_then_decode(ops, device, rng, window):
-    """Chunks below, across and longer than the window of a layer, then decode.
-
-    Layers that slide have pages that hold the window alone, the others all pages. The paged
-    function gets the keys before the chunk; the ragged one attends to the chunk itself.
-    """
-    past = 0
-    for chunk in (window - 100, 300, window + 77, 5):
-        held = min(past, window)
-        for options in ({"layer_window": window}, {}):
-            keys = held if options else past
-            spec = CacheSpec(
-                "prefill_paged", [keys, 3], [chunk, 2], (8, 2), options=options,
-                sliding=[(past % 16 if options else 0, 0), (0, 0)], causal=int(bool(options)),
-            )  # fmt: skip
-            make_cache_batch(rng, device, spec).run_check(ops)
-        past += chunk
-    for step in range(2):
-        options = {"layer_window": window}
-        sliding = [((past + step) % 16, 0), (0, 0)]
-        sizes = [(window, sliding, options), (past + step, None, {})]
-        for keys, offsets, settings in sizes:
-            spec = CacheSpec(
-                "decode_paged", [keys, 3], None, (8, 2), options=settings, sliding=offsets
-            )
-            make_cache_batch(rng, device, spec).run_check(ops)
 
 
 def _contents_are_checked(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +76,20 @@ def test_views(attend, rng, function, causal):
     """Byte offsets in index tensors, slices of fused tensors, strided pages: all rows are right."""
     spec = Spec((31, 80, 1, 17), (31, 20, 1, 16), (6, 2), 128, causal=causal)
     attend.check(function, rng, spec, views=True)
+
+
+@each(*RAGGED)
+@pytest.mark.parametrize("causal", [False, True])
+def test_slices_of_one_fused_tensor(attend, rng, function, causal):
+    """Queries, keys and values as the heads of one tensor, which is how models project them."""
+    spec = Spec((31, 1, 17), (31, 1, 17), (6, 2), 128, causal=causal)
+    batch = batch_for(function, rng, spec)
+    call = attend.call(function, batch)
+    fused = np.concatenate([batch.q, *(np.concatenate(x) for x in (batch.keys, batch.values))], 1)
+    held = to_device(fused, attend.device, byte_offset=32)
+    for name, heads in {"q": slice(0, 6), "k": slice(6, 8), "v": slice(8, 10)}.items():
+        call.run_args[name] = held.view(lambda a, heads=heads: a[:, heads])
+    call.plan_run_check()
 
 
 @each(*PLANNED)
