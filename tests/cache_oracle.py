@@ -27,6 +27,10 @@ class Extras:
         W > 0: the keys lie before the rows, and row r sees the last max(W - r - 1, 0) of them.
     tree : numpy.ndarray, optional
         (nodes, 2): the interval of orders of each node's subtree; the nodes are the last keys.
+    mask : numpy.ndarray, optional
+        (rows, keys) booleans: what is hidden besides.
+    window_left : int
+        -1, or how many keys before the diagonal a row sees.
     soft_cap : float
         0 for none.
     alibi_slopes, sinks : numpy.ndarray, optional
@@ -40,6 +44,8 @@ class Extras:
     causal: bool = False
     layer_window: int = 0
     tree: np.ndarray | None = None
+    mask: np.ndarray | None = None
+    window_left: int = -1
     soft_cap: float = 0.0
     alibi_slopes: np.ndarray | None = None
     sinks: np.ndarray | None = None
@@ -51,9 +57,9 @@ class Extras:
 def seen_by(extras: Extras, qo_len: int, kv_len: int) -> np.ndarray:
     """(qo_len, kv_len) booleans."""
     rows, keys = np.arange(qo_len)[:, None], np.arange(kv_len)[None, :]
-    seen = np.ones((qo_len, kv_len), bool)
-    if extras.causal:
-        seen &= keys <= rows + kv_len - qo_len
+    seen = oracle.visible(qo_len, kv_len, extras.causal, extras.window_left)
+    if extras.mask is not None:
+        seen &= extras.mask
     if extras.layer_window:
         seen &= keys >= kv_len - np.maximum(extras.layer_window - rows - 1, 0)
     if extras.tree is not None and len(extras.tree):
@@ -199,6 +205,13 @@ def assert_request(
     rounded = plain.o.astype(o.dtype).astype(np.float64)
     oracle.assert_rows_close(o, exact.o, rounded, oracle.FLOOR[o.dtype.name], what)
     oracle.assert_lse_close(lse, exact.lse, plain.lse.astype(np.float64), what)
+
+
+def pack_bits(masks: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """mask_indptr and packed_mask of the (rows, keys) booleans of each request."""
+    parts = [np.packbits(mask.reshape(-1), bitorder="little") for mask in masks]
+    indptr = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int32)
+    return indptr, np.concatenate([np.zeros(0, np.uint8), *parts])
 
 
 def random_tree(rng: np.random.Generator, nodes: int, kind: str = "forest") -> np.ndarray:

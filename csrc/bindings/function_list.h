@@ -15,6 +15,8 @@
   X(bind_attention_prefill_ragged, BindAttentionPrefillRagged) \
   X(bind_attention_tree_paged, BindAttentionTreePaged)         \
   X(bind_attention_tree_ragged, BindAttentionTreeRagged)       \
+  X(bind_attention_mask_paged, BindAttentionMaskPaged)         \
+  X(bind_attention_mask_ragged, BindAttentionMaskRagged)       \
   X(bind_attention_mla, BindAttentionMLA)                      \
   X(cache_slot, MakeCacheSlot)                                 \
   X(merge_state, MergeState)                                   \

@@ -108,6 +108,15 @@ struct AttentionExtras {
   int64_t num_tree_nodes;
 
   /*!
+   * \brief A bit for every row and key of a request, in its bytes [mask_indptr[b], mask_indptr[b +
+   * 1]) of packed_mask: row i does not see key j unless bit n = i * kv_len + j is set, which is bit
+   * n % 8 of byte n / 8. The other masks hold as well. There is no tree beside it.
+   */
+  const int32_t* mask_indptr;  // (batch_size + 1,), counts bytes; null for no packed mask
+  const uint8_t* packed_mask;
+  int64_t num_mask_bytes;
+
+  /*!
    * \brief Sliding pages. Key j is in slot j of the request's pages when j < sink_size[b], else in
    * slot j - sink_size[b] + window_offset[b]; kv_len is the count of slots less window_offset[b]
    * plus sink_size[b].

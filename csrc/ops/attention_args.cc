@@ -66,6 +66,10 @@ kernels::AttentionArgs MakeAttentionArgs(const Checker& check, const RunInputs& 
   if (in.mask_mode != 0 && in.mask_mode != 1) {
     std::ostringstream message;
     message << "`mask_mode` is " << in.mask_mode << ", expected 0 (no mask) or 1 (causal)";
+    if (in.mask_mode == 2) {
+      message << "; packed masks are served without a plan, by flashinfer.bind_attention_mask_paged"
+                 " and flashinfer.bind_attention_mask_ragged";
+    }
     check.FailValue(message.str());
   }
   if (in.layout != 0 && in.layout != 1) {

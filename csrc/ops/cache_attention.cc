@@ -1,5 +1,5 @@
-// Attention as TVM's cache calls it in slots without a plan. Each function binds what TVM does not
-// pass and returns the function with TVM's arguments, in TVM's order.
+// Attention without a plan, as TVM's cache calls it and with packed masks. Each function binds what
+// TVM does not pass and returns the function with TVM's arguments, in TVM's order.
 #include <memory>
 
 #include "cache_call.h"
@@ -86,6 +86,41 @@ Function TreeRagged(Bound bound) {
   });
 }
 
+// The functions with a packed mask take the arguments of the prefill functions, then the mask.
+
+Function MaskPaged(Bound bound) {
+  return Function::FromTyped(
+      [bound](TensorView q, TensorView qo_indptr, TensorView pages, TensorView page_indptr,
+              TensorView page_indices, TensorView length_info, TensorView k_rope_pos_offset,
+              TensorView q_rope_position, TensorView o, TensorView lse, int64_t causal,
+              int64_t rotary_mode, double rope_scale, double rope_theta, double sm_scale,
+              TensorView mask_indptr, TensorView packed_mask) {
+        CacheCall call(*bound, q, o, lse, sm_scale);
+        call.SetRows(qo_indptr);
+        call.SetCausal(causal);
+        call.SetPages(pages, page_indptr, page_indices, length_info);
+        call.SetPackedMask(mask_indptr, packed_mask);
+        call.SetRotary({rotary_mode, rope_scale, rope_theta, q_rope_position, k_rope_pos_offset});
+        call.Run();
+      });
+}
+
+Function MaskRagged(Bound bound) {
+  return Function::FromTyped(
+      [bound](TensorView q, TensorView qo_indptr, TensorView k, TensorView v, TensorView kv_indptr,
+              TensorView q_rope_position, TensorView k_rope_pos_offset, TensorView o,
+              TensorView lse, int64_t causal, int64_t rotary_mode, double rope_scale,
+              double rope_theta, double sm_scale, TensorView mask_indptr, TensorView packed_mask) {
+        CacheCall call(*bound, q, o, lse, sm_scale);
+        call.SetRows(qo_indptr);
+        call.SetCausal(causal);
+        call.SetRaggedKeys(k, v, kv_indptr);
+        call.SetPackedMask(mask_indptr, packed_mask);
+        call.SetRotary({rotary_mode, rope_scale, rope_theta, q_rope_position, k_rope_pos_offset});
+        call.Run();
+      });
+}
+
 Function MLA(Bound bound) {
   return Function::FromTyped([bound](TensorView q, TensorView qo_indptr, TensorView pages,
                                      TensorView page_indptr, TensorView page_indices,
@@ -114,6 +149,8 @@ constexpr SlotEntry kSlots[] = {
     {"prefill_ragged", "attention_prefill_ragged", CacheSlot::kPrefillRagged, PrefillRagged},
     {"tree_paged", "attention_tree_paged", CacheSlot::kTreePaged, TreePaged},
     {"tree_ragged", "attention_tree_ragged", CacheSlot::kTreeRagged, TreeRagged},
+    {"mask_paged", "attention_mask_paged", CacheSlot::kMaskPaged, MaskPaged},
+    {"mask_ragged", "attention_mask_ragged", CacheSlot::kMaskRagged, MaskRagged},
     {"mla", "attention_mla", CacheSlot::kMLA, MLA},
 };
 
@@ -147,6 +184,12 @@ Function BindAttentionTreePaged(String options) {
 }
 Function BindAttentionTreeRagged(String options) {
   return BindAttention("tree_ragged", options, std::nullopt, std::nullopt);
+}
+Function BindAttentionMaskPaged(String options) {
+  return BindAttention("mask_paged", options, std::nullopt, std::nullopt);
+}
+Function BindAttentionMaskRagged(String options) {
+  return BindAttention("mask_ragged", options, std::nullopt, std::nullopt);
 }
 Function BindAttentionMLA(String options) {
   return BindAttention("mla", options, std::nullopt, std::nullopt);

@@ -18,13 +18,21 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
   if (slot == CacheSlot::kMLA) {
     settings.AllowOnly({"logits_soft_cap"});
   } else {
-    settings.AllowOnly({"layer_window", "rotary_dim", "rope_scaling", "logits_soft_cap"});
+    settings.AllowOnly(
+        {"layer_window", "window_left", "rotary_dim", "rope_scaling", "logits_soft_cap"});
   }
   layer_window_ = settings.PositiveInteger("layer_window", 0);
   if (layer_window_ != 0 && slot != CacheSlot::kPrefillPaged && slot != CacheSlot::kDecodePaged) {
     settings.Fail(
         "has a `layer_window`, which only the paged prefill and decode slots of sliding "
         "layers take; leave it out");
+  }
+  window_left_ = settings.IntegerFromZero("window_left", -1);
+  if (window_left_ >= 0 && layer_window_ != 0) {
+    settings.Fail("has a `layer_window` and a `window_left`; a call has one window");
+  }
+  if (window_left_ >= 0 && (slot == CacheSlot::kTreePaged || slot == CacheSlot::kTreeRagged)) {
+    settings.Fail("has a `window_left`, which trees have not; leave it out");
   }
   rotary_dim_ = settings.PositiveInteger("rotary_dim", 0);
   if (rotary_dim_ % 2 != 0) settings.Fail("has an odd `rotary_dim`");
@@ -58,7 +66,7 @@ CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const Ten
   args_.q_stride_head = StrideOf(q, 1);
   args_.o = DataOf(o);
   args_.lse = DataOf<float>(lse);
-  args_.window_left = -1;
+  args_.window_left = static_cast<int32_t>(bound.window_left());
   args_.sm_scale = sm_scale;
   extras_.magnitude = 1;
   extras_.logits_soft_cap = bound.logits_soft_cap();
@@ -270,49 +278,6 @@ void CacheCall::SetRaggedKeys(const TensorView& k, const TensorView& v,
   CheckIndptr(check_, "kv_indptr", indptr.data, args_.batch_size, keys.length, "k");
   for (int64_t b = 0; b < args_.batch_size; ++b) {
     kv_lens_.push_back(indptr.data[b + 1] - indptr.data[b]);
-  }
-}
-
-void CacheCall::SetTree(const TensorView& tree_indptr, const TensorView& tree_mask) {
-  IndexVector("tree_indptr", tree_indptr, args_.batch_size + 1, "(batch_size + 1,)");
-  check_.DType("tree_mask", tree_mask, kInt32);
-  check_.OnDevice("tree_mask", tree_mask, device_);
-  const bool flat = tree_mask.ndim() == 1;
-  if (!flat) check_.Rank("tree_mask", tree_mask, 2, "(num_nodes, 2), or flat");
-  if (flat ? tree_mask.size(0) % 2 != 0 : tree_mask.size(1) != 2) {
-    check_.FailValue(
-        "`tree_mask` has shape " + ShapeText(tree_mask) +
-        ", expected (num_nodes, 2), the interval of orders of every node's subtree, or "
-        "the same flat");
-  }
-  check_.Contiguous("tree_mask", tree_mask);
-  KeepFromOutputs("tree_mask", tree_mask);
-  extras_.tree_indptr = DataOf<int32_t>(tree_indptr);
-  extras_.tree_mask = DataOf<int32_t>(tree_mask);
-  extras_.num_tree_nodes = tree_mask.numel() / 2;
-  const HostInts indptr = ReadInts(tree_indptr);
-  if (indptr) CheckTreeContents(indptr, ReadInts(tree_mask));
-}
-
-void CacheCall::CheckTreeContents(const HostInts& indptr, const HostInts& mask) {
-  CheckIndptr(check_, "tree_indptr", indptr.data, args_.batch_size, extras_.num_tree_nodes,
-              "tree_mask");
-  for (int64_t b = 0; b < args_.batch_size; ++b) {
-    const int64_t nodes = indptr.data[b + 1] - indptr.data[b];
-    const int64_t rows =
-        qo_indptr_ ? int64_t{qo_indptr_.data[b + 1]} - qo_indptr_.data[b] : int64_t{1};
-    if (nodes > 0 && (nodes < rows || nodes > kv_lens_[b])) {
-      check_.FailValue(Text("`tree_indptr` gives request ", b, " ", nodes, " nodes; it has ", rows,
-                            " rows, the last of the nodes, and ", kv_lens_[b],
-                            " keys, of which the nodes are the last"));
-    }
-    for (int64_t t = indptr.data[b]; t < indptr.data[b + 1]; ++t) {
-      if (mask.data[2 * t] < 0 || mask.data[2 * t] >= mask.data[2 * t + 1]) {
-        check_.FailValue(Text("`tree_mask`[", t, "] is [", mask.data[2 * t], ", ",
-                              mask.data[2 * t + 1],
-                              "), expected an interval that starts with the node's own order"));
-      }
-    }
   }
 }
 

@@ -19,8 +19,18 @@ namespace ops {
 
 using tvm::ffi::Tensor;
 
-/*! \brief The functions of TVM's cache that are called without a plan. */
-enum class CacheSlot { kPrefillPaged, kDecodePaged, kPrefillRagged, kTreePaged, kTreeRagged, kMLA };
+/*! \brief The functions without a plan: those that TVM's cache calls, and those with a packed mask.
+ */
+enum class CacheSlot {
+  kPrefillPaged,
+  kDecodePaged,
+  kPrefillRagged,
+  kTreePaged,
+  kTreeRagged,
+  kMaskPaged,
+  kMaskRagged,
+  kMLA
+};
 
 /*! \brief What TVM does not pass in a call. */
 class BoundAttention {
@@ -36,6 +46,8 @@ class BoundAttention {
   CacheSlot slot() const { return slot_; }
   /*! \brief Tokens of the window of the layers; 0 for none. */
   int64_t layer_window() const { return layer_window_; }
+  /*! \brief Keys before the diagonal that a row sees; -1 for all of them. */
+  int64_t window_left() const { return window_left_; }
   /*! \brief Rotated dimensions; 0 for the whole head. */
   int64_t rotary_dim() const { return rotary_dim_; }
   double logits_soft_cap() const { return logits_soft_cap_; }
@@ -47,6 +59,7 @@ class BoundAttention {
   const char* op_;
   CacheSlot slot_;
   int64_t layer_window_ = 0;
+  int64_t window_left_ = -1;
   int64_t rotary_dim_ = 0;
   double logits_soft_cap_ = 0;
   Optional<Tensor> sinks_;
@@ -83,6 +96,8 @@ class CacheCall {
   /*! \brief After the keys. tree_mask is (nodes, 2) or flat. */
   void SetTree(const TensorView& tree_indptr, const TensorView& tree_mask);
   /*! \brief After the keys. */
+  void SetPackedMask(const TensorView& mask_indptr, const TensorView& packed_mask);
+  /*! \brief After the keys. */
   void SetRotary(const RotaryInputs& rotary);
 
   void Run();
@@ -105,6 +120,7 @@ class CacheCall {
   void CheckPageContents(const HostInts& indptr, const HostInts& indices, const HostInts& lengths,
                          bool sliding);
   void CheckTreeContents(const HostInts& indptr, const HostInts& mask);
+  void CheckMaskContents(const HostInts& indptr);
   void RunOnCuda();
 
   const BoundAttention& bound_;

@@ -39,10 +39,11 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
         "a cache with windows of single layers cannot slide as a whole too; create it with "
         "support_sliding_window 0");
   }
-  // The planned kernels have no soft cap. A sliding cache applies RoPE inside attention, and tells
-  // only functions without a plan so. It also wants no plan for any slot: TVM would plan for tables
-  // that it does not use then.
-  if (planned && !settings.Has("logits_soft_cap") && support_sliding_window == 0) {
+  // The planned kernels have no soft cap, and TVM asks them for no window. A sliding cache applies
+  // RoPE inside attention, and tells only functions without a plan so. It also wants no plan for
+  // any slot: TVM would plan for tables that it does not use then.
+  const bool has_extras = settings.Has("logits_soft_cap") || settings.Has("window_left");
+  if (planned && !has_extras && support_sliding_window == 0) {
     const std::string name = slot;
     if (name == "prefill_ragged") {
       return Planned(Function::FromTyped(BatchPrefillRaggedRun),

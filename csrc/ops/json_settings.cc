@@ -96,6 +96,15 @@ int64_t JsonSettings::PositiveInteger(const char* name, int64_t otherwise) const
   return static_cast<int64_t>(number);
 }
 
+int64_t JsonSettings::IntegerFromZero(const char* name, int64_t otherwise) const {
+  if (!Has(name)) return otherwise;
+  const double number = NumberFromZero(name, 0);
+  if (number != std::floor(number) || number > INT32_MAX) {
+    Fail(std::string("has a `") + name + "` that is no 32-bit integer from 0 on");
+  }
+  return static_cast<int64_t>(number);
+}
+
 std::string JsonSettings::ObjectText(const char* name) const {
   if (!Has(name)) return "{}";
   const Any value = Value(name);

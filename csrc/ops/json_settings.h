@@ -31,6 +31,8 @@ class JsonSettings {
   double PositiveNumber(const char* name, std::optional<double> otherwise = std::nullopt) const;
   /*! \brief An integer from 1 to INT32_MAX. */
   int64_t PositiveInteger(const char* name, int64_t otherwise) const;
+  /*! \brief An integer from 0 to INT32_MAX. */
+  int64_t IntegerFromZero(const char* name, int64_t otherwise) const;
   /*! \brief The JSON text of an object, "{}" where the setting is missing or null. */
   std::string ObjectText(const char* name) const;
 

@@ -64,6 +64,8 @@ Function BindAttentionDecodePaged(String options);
 Function BindAttentionPrefillRagged(String options);
 Function BindAttentionTreePaged(String options);
 Function BindAttentionTreeRagged(String options);
+Function BindAttentionMaskPaged(String options);
+Function BindAttentionMaskRagged(String options);
 Function BindAttentionMLA(String options);
 
 /*! \brief What TVM's cache is given for one attention slot: a kind, and the functions of that kind.

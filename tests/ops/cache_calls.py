@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from batches import indptr_of, is_cuda, normal
-from cache_oracle import Extras, assert_request
+from cache_oracle import Extras, assert_request, pack_bits
 from calls import Args, passed
 from device_tensors import DeviceTensor, numpy_dtype, poisoned, synchronize, to_device
 
-PAGED = ("prefill_paged", "decode_paged", "tree_paged")
+PAGED = ("prefill_paged", "decode_paged", "tree_paged", "mask_paged")
 
 
 def needs_cache_kernel(device: Any, dtype: str, head_dim: int) -> None:
@@ -43,6 +43,7 @@ class CacheSpec:
     options: dict[str, Any] = field(default_factory=dict)
     causal: int = 0
     trees: Sequence[np.ndarray] | None = None
+    masks: Sequence[np.ndarray] | None = None
     sinks: np.ndarray | None = None
     alibi_slopes: np.ndarray | None = None
 
@@ -79,6 +80,8 @@ class CacheBatch:
             causal=bool(spec.causal) and not window,
             layer_window=window,
             tree=None if spec.trees is None else spec.trees[b],
+            mask=None if spec.masks is None else spec.masks[b],
+            window_left=spec.options.get("window_left", -1),
             soft_cap=spec.options.get("logits_soft_cap", 0.0),
             sinks=spec.sinks,
             alibi_slopes=spec.alibi_slopes,
@@ -202,13 +205,13 @@ def make_cache_batch(rng: np.random.Generator, device: Any, spec: CacheSpec) -> 
         )
         args["kv_indptr"] = _ints(indptr_of(spec.kv_lens), device)
         args["q_rope_position"] = at_q
-        if spec.slot == "prefill_ragged":
+        if spec.slot != "tree_ragged":
             args["k_rope_pos_offset"] = at_k
         else:
             args.update(tree)
     args["o"] = poisoned((n, hq, vo), spec.dtype, device)
     args["lse"] = poisoned((n, hq), "float32", device)
-    if spec.slot.startswith("prefill"):
+    if spec.slot.startswith(("prefill", "mask")):
         args["causal"] = spec.causal
     args.update(
         rotary_mode=spec.rotary_mode,
@@ -218,4 +221,8 @@ def make_cache_batch(rng: np.random.Generator, device: Any, spec: CacheSpec) -> 
     )
     if spec.slot == "tree_paged":
         args.update(tree)
+    if spec.masks is not None:
+        mask_indptr, packed_mask = pack_bits(spec.masks)
+        args["mask_indptr"] = _ints(mask_indptr, device)
+        args["packed_mask"] = to_device(packed_mask, device, byte_offset=3)
     return CacheBatch(spec, device, q, keys, values, q_positions, k_positions, args)

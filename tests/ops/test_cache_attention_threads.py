@@ -29,6 +29,7 @@ def digests() -> str:
 
     rng = np.random.default_rng(7)
     trees = [random_tree(rng, n) for n in (200, 9)]
+    masks = [rng.random((n, m)) < 0.7 for n, m in ((150, 1200), (5, 3000))]
     sinks = np.array([0.5, -1.0, 2.0, 0.0])
     cap = {"logits_soft_cap": 30}
     specs = [
@@ -37,6 +38,7 @@ def digests() -> str:
         CacheSpec("tree_paged", [4000, 20], [200, 9], trees=trees, dtype="float32"),
         CacheSpec("tree_ragged", [200, 9], [200, 9], trees=trees, rotary_mode=1),
         CacheSpec("prefill_paged", [2500], [90], causal=1, options={"layer_window": 1200, **cap}),
+        CacheSpec("mask_paged", [1200, 3000], [150, 5], masks=masks),
     ]
     lines = []
     for spec in specs:

@@ -190,7 +190,7 @@ SCALARS = [
     bad("other device", "int_workspace", lambda _o, d: other_device(_small(d, np.uint8), d)),
 ]
 MASKS = [
-    bad("custom", "mask_mode", value(2)),
+    bad("custom", "mask_mode", value(2), ValueError, "mask_mode", "bind_attention_mask_paged"),
     bad("negative", "mask_mode", value(-1)),
     bad("not the plan's", "mask_mode", value(0), ValueError, "mask_mode|causal", "plan"),
 ]

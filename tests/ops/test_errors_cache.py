@@ -390,11 +390,12 @@ def test_deeply_nested_options_are_refused(ops):
 
 
 def test_planned_slots_check_their_options(ops):
-    """Whichever kernels serve a slot, wrong options are refused, and a cap is not dropped."""
+    """Whichever kernels serve a slot, wrong options are refused, and none is dropped."""
     with pytest.raises(ValueError, match="JSON"):
         ops.cache_slot("decode_paged", "junk {{{", True, 0)
     assert ops.cache_slot("decode_paged", "{}", True, 0)[0] == "flashinfer"
-    assert ops.cache_slot("decode_paged", '{"logits_soft_cap": 50}', True, 0)[0] == "tirx"
+    for option in ('{"logits_soft_cap": 50}', '{"window_left": 50}'):
+        assert ops.cache_slot("decode_paged", option, True, 0)[0] == "tirx"
 
 
 @pytest.mark.parametrize("settings", [(1e4, 1e300), (1e-300, 1.0)], ids=["scale", "theta"])

@@ -31,8 +31,9 @@ struct RequestKeys {
 
 /*! \brief Whether blocks must know of the extras; the others are in bounds and key sources. */
 bool ReachesBlocks(const AttentionExtras& extras) {
-  return extras.tree_indptr != nullptr || extras.logits_soft_cap != 0 ||
-         extras.alibi_slopes != nullptr || extras.sinks != nullptr || extras.rotary_dim > 0;
+  return extras.tree_indptr != nullptr || extras.mask_indptr != nullptr ||
+         extras.logits_soft_cap != 0 || extras.alibi_slopes != nullptr || extras.sinks != nullptr ||
+         extras.rotary_dim > 0;
 }
 
 RequestKeys KeysOfRequest(const PagedKV& kv, const AttentionExtras& extras, int64_t request) {

@@ -155,9 +155,11 @@ __global__ void __launch_bounds__(
       }
     }
     const int tree_start = kExtras ? TreeStart(p, r, item.request) : 0x7fffffff;
+    const bool has_bits = kExtras && p.mask_indptr != nullptr;
     // From whole_begin to whole_end every row of the warp sees every key.
     const int whole_begin = __reduce_max_sync(0xffffffffu, highest_begin);
-    const int whole_end = min(__reduce_min_sync(0xffffffffu, lowest_end), tree_start);
+    const int whole_end =
+        min(__reduce_min_sync(0xffffffffu, lowest_end), has_bits ? 0 : tree_start);
 
     for (int tile = 0; tile < num_tiles; ++tile) {
       publish(tile + kStages - 1);
@@ -238,6 +240,11 @@ __global__ void __launch_bounds__(
                 if (!visible) s[m][i][2 * h + j] = -INFINITY;
               }
             }
+          }
+        }
+        if constexpr (kExtras) {
+          if (has_bits) {
+            HideByBits(p, r, item.request, first_packed, warp_begin + lane % 4 * 2, s);
           }
         }
       }

@@ -50,6 +50,9 @@ struct AttentionParams {
   const int32_t* tree_indptr;
   const int32_t* tree_mask;
   int64_t num_tree_nodes;
+  const int32_t* mask_indptr;
+  const uint8_t* packed_mask;
+  int64_t num_mask_bytes;
 
   float scale_log2;  // sm_scale * log2(e), or sm_scale / cap with a cap
   float cap_log2;    // cap * log2(e), 0 without a cap

@@ -208,6 +208,37 @@ __device__ __forceinline__ KeyRange OrdersOfNode(const AttentionParams<T>& p, in
 }
 
 /*!
+ * \brief Hide keys whose bits in the packed mask are not set, or not in its tensor. `packed` and
+ * `key` are those of the thread's first score.
+ */
+template <typename T, int kBlocksQ, int kTilesS>
+__device__ __forceinline__ void HideByBits(const AttentionParams<T>& p, const RequestInfo& r,
+                                           int request, int packed, int key,
+                                           float (&s)[kBlocksQ][kTilesS][4]) {
+  const int64_t begin = p.mask_indptr[request];
+  const int64_t end = min(static_cast<int64_t>(p.mask_indptr[request + 1]), p.num_mask_bytes);
+  const uint8_t* bytes = p.packed_mask + begin;
+  const int64_t num_bits = begin >= 0 ? 8 * (end - begin) : 0;
+#pragma unroll
+  for (int m = 0; m < kBlocksQ; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = min((packed + m * 16 + 8 * h) / p.group_size, r.num_rows - 1);
+      const int64_t first_bit = static_cast<int64_t>(row) * r.num_keys + key;
+#pragma unroll
+      for (int i = 0; i < kTilesS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int64_t bit = first_bit + i * 8 + j;
+          const bool visible = bit < num_bits && (bytes[bit / 8] >> (bit % 8) & 1) != 0;
+          if (!visible) s[m][i][2 * h + j] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+/*!
  * \brief Scale, cap and slopes: products become scores in units of log2. `packed` and `key` are
  * those of the thread's first score.
  */

@@ -5,6 +5,7 @@
 #include "attention_state.h"
 #include "key_tile.h"
 #include "micro_kernels.h"
+#include "packed_mask.h"
 #include "score_extras.h"
 
 namespace tvm_flashinfer {
@@ -22,13 +23,17 @@ struct Tile {
   const typename Element::Raw* v[kKeyTile];
 };
 
-/*! \brief The keys of a tile that a row sees: a range, and in a tree the nodes on its path. */
+/*!
+ * \brief The keys of a tile that a row sees: a range, of which a tree leaves the nodes on its path
+ * and a packed mask those whose bits are set.
+ */
 struct TileMask {
   const int32_t* first_key;
   const int32_t* last_key;
   const int32_t* row_order;
   int64_t begin;                   // the first key
   const TileIntervals* intervals;  // of the keys from `begin` on; null when none is a node
+  const uint64_t* seen;            // SeenKeys of the rows; null without a packed mask
 };
 
 /*!
@@ -43,6 +48,7 @@ void AccumulateSeen(const ValueProduct<Element>& x, const TileMask& mask, int64_
   begin = begin > 0 ? begin : 0;
   end = end < x.num_keys ? end : x.num_keys;
   auto sees = [&](int64_t i) {
+    if (mask.seen != nullptr && (mask.seen[row] >> i & 1) == 0) return false;
     if (mask.intervals == nullptr) return true;
     const int32_t order = mask.row_order[row];
     return order >= mask.intervals->begin[i] && order < mask.intervals->end[i];
@@ -113,9 +119,12 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
       scratch.first_key[rows - 1] <= tile.begin && scratch.last_key[0] >= tile.end - 1;
   const KeyTree tree = TreeOf(block);
   const bool has_nodes = tree.num_nodes > 0 && tree.first_key < tile.end;
-  const bool masked = !in_range || has_nodes;
+  const bool has_bits = HasPackedMask(block);
+  const bool masked = !in_range || has_nodes || has_bits;
   TileIntervals intervals;
   if (has_nodes) FindIntervals(tree, tile.begin, tile.end, &intervals);
+  uint64_t seen[kFewRows];
+  if (has_bits) FindSeenKeys(block, block.row_begin, rows, tile.begin, count, seen);
   for (int64_t r = 0; r < rows; r += 2) {
     const float* q = scratch.q + r * dim_qk;
     float* s = scratch.scores + r * kKeyTile;
@@ -130,6 +139,7 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
     float* s = scratch.scores + r * kKeyTile;
     if (transforms) TransformRow(block, block.row_begin + r, tile.begin, padded, s);
     if (has_nodes) MaskRowByTree(intervals, scratch.row_order[r], padded, s);
+    if (has_bits) MaskRowByBits(seen[r], padded, s);
     if (!in_range || padded != count) {
       const int64_t last = scratch.last_key[r] < tile.end - 1 ? scratch.last_key[r] : tile.end - 1;
       const IVec lowest = BroadcastInt(scratch.first_key[r]);
@@ -146,8 +156,12 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
                                          scratch.alpha,  state.o, state.stride};
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
   if (masked) {
-    const TileMask mask = {scratch.first_key, scratch.last_key, scratch.row_order, tile.begin,
-                           has_nodes ? &intervals : nullptr};
+    const TileMask mask = {scratch.first_key,
+                           scratch.last_key,
+                           scratch.row_order,
+                           tile.begin,
+                           has_nodes ? &intervals : nullptr,
+                           has_bits ? seen : nullptr};
     AccumulateMasked<Element, WeightLayout::kRowMajor>(product, mask, rows, dim_vo, scratch.beta);
   } else {
     AccumulateValues<Element, WeightLayout::kRowMajor>(product, 0, rows, dim_vo);
@@ -234,14 +248,24 @@ void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const 
     FindIntervals(tree, begin, end, &intervals);
     MaskPanelByTree<kVecs>(intervals, scratch.row_order + row, end - begin, s);
   }
+  const bool has_bits = HasPackedMask(block);
+  uint64_t seen[kWidth];
+  if (has_bits) {
+    FindSeenKeys(block, block.row_begin + row, kWidth, begin, end - begin, seen);
+    MaskPanelByBits<kVecs>(seen, end - begin, s);
+  }
   SoftmaxPanel<kVecs>(s, end - begin, block.score_scale, state.top + row, state.sum + row,
                       scratch.alpha);
   const ValueProduct<Float32> product = {
       s, kWidth, v, end - begin, scratch.alpha, state.o + row * state.stride, state.stride};
   const int64_t dim_vo = RoundUp(block.head_dim_vo, kLanes);
-  if (!in_range || has_nodes) {
-    const TileMask mask = {first_key, last_key, scratch.row_order + row, begin,
-                           has_nodes ? &intervals : nullptr};
+  if (!in_range || has_nodes || has_bits) {
+    const TileMask mask = {first_key,
+                           last_key,
+                           scratch.row_order + row,
+                           begin,
+                           has_nodes ? &intervals : nullptr,
+                           has_bits ? seen : nullptr};
     AccumulateMasked<Float32, WeightLayout::kKeyMajor>(product, mask, num_rows, dim_vo,
                                                        scratch.beta);
   } else {

@@ -171,8 +171,9 @@ int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const Ragged
                                   ", inside attention it can be 256 at most");
     }
     const AttentionParams<T> p = MakeParams(args, paged, ragged, extras, kv_length);
-    const bool has_extras = extras.tree_indptr != nullptr || extras.logits_soft_cap > 0 ||
-                            extras.alibi_slopes != nullptr || extras.rotary_dim > 0;
+    const bool has_extras = extras.tree_indptr != nullptr || extras.mask_indptr != nullptr ||
+                            extras.logits_soft_cap > 0 || extras.alibi_slopes != nullptr ||
+                            extras.rotary_dim > 0;
     // Tiles about as large as the requests: larger ones read the keys less often.
     const int64_t rows_of_request =
         args.num_rows * p.group_size / std::max<int64_t>(args.batch_size, 1);
