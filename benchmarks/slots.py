@@ -253,10 +253,9 @@ def memory_row(name: str, device: Any, target: tvm.target.Target) -> Row:
             device.sync()
             sides.append([arguments[i].numpy().astype(np.float64) for i in written])
         for mine, other in zip(*sides, strict=True):
-            # Rotary angles of thousands of radians are rounded to float by TVM.
-            np.testing.assert_allclose(
-                mine, other, 4e-3, 4e-3 if kind in ("merge", "rotary") else 0, err_msg=name
-            )
+            # TVM rounds rotary angles of thousands of radians to float.
+            bound = {"merge": 4e-3, "rotary": 2e-2}.get(kind, 0)
+            np.testing.assert_allclose(mine, other, 4e-3 if bound else 0, bound, err_msg=name)
 
     arguments = tensors(inputs())
     return Row(name, lambda: ours(*arguments), lambda: theirs(*arguments), check, moved)
