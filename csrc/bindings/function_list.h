@@ -21,6 +21,7 @@
   X(cache_slot, MakeCacheSlot)                                 \
   X(merge_state, MergeState)                                   \
   X(merge_state_in_place, MergeStateInPlace)                   \
+  X(apply_attention_sinks, ApplyAttentionSinks)                \
   X(split_qkv_rotary, SplitQKVRotary)                          \
   X(bind_split_qkv_rotary, BindSplitQKVRotary)                 \
   X(append_paged_kv_cache, AppendPagedKVCache)                 \

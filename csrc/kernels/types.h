@@ -156,6 +156,21 @@ struct MergeStateArgs {
   float* s_merged;
 };
 
+/*!
+ * \brief Sinks added to states: o (num_rows, num_heads, head_dim) is scaled and lse grows in place
+ * as if each head had one more key with the score sinks[head] (natural, not base 2) and the value
+ * 0.
+ */
+struct ApplySinksArgs {
+  DType dtype;
+  int64_t num_rows;
+  int32_t num_heads;
+  int32_t head_dim;
+  void* o;
+  float* lse;          // base 2
+  const float* sinks;  // (num_heads,)
+};
+
 /*! \brief The most rotated pairs a head may have: head_dim <= 1024. */
 constexpr int32_t kMaxRotaryPairs = 512;
 

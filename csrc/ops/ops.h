@@ -77,6 +77,8 @@ void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, 
                 TensorView s_merged);
 void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorView s_other);
 
+void ApplyAttentionSinks(TensorView o, TensorView lse, TensorView sinks);
+
 void SplitQKVRotary(TensorView qkv, TensorView position_map, TensorView q, TensorView k,
                     TensorView v, int64_t apply_rope, double rope_theta, double rope_scale,
                     int64_t rotary_dim, String rope_scaling);

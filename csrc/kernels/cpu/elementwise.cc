@@ -1,4 +1,5 @@
-// Merge of states and split of QKV with rotary embedding: rows that know nothing of each other.
+// Merge of states, sinks, and split of QKV with rotary embedding: rows that know nothing of each
+// other.
 #include <algorithm>
 
 #include "kernel_table.h"
@@ -28,6 +29,13 @@ void MergeState(const MergeStateArgs& args) {
   const KernelTable& kernels = ActiveKernels();
   ParallelForRanges(args.num_rows * args.num_heads, cost_ns,
                     [&](int64_t begin, int64_t end) { kernels.merge_states(args, begin, end); });
+}
+
+void ApplySinks(const ApplySinksArgs& args) {
+  const double cost_ns = 20 + 0.2 * args.head_dim;
+  const KernelTable& kernels = ActiveKernels();
+  ParallelForRanges(args.num_rows * args.num_heads, cost_ns,
+                    [&](int64_t begin, int64_t end) { kernels.apply_sinks(args, begin, end); });
 }
 
 void SplitQKVRotary(const SplitRotaryArgs& args) {

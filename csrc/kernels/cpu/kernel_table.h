@@ -31,6 +31,8 @@ struct KernelTable {
 
   /*! \brief Merge the pairs (row, head) numbered [begin, end). */
   void (*merge_states)(const MergeStateArgs& args, int64_t begin, int64_t end);
+  /*! \brief Apply the sinks to the pairs (row, head) numbered [begin, end). */
+  void (*apply_sinks)(const ApplySinksArgs& args, int64_t begin, int64_t end);
   /*! \brief Split and rotate the rows [begin, end). */
   void (*split_rotary)(const SplitRotaryArgs& args, int64_t begin, int64_t end);
 };

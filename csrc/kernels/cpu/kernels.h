@@ -16,6 +16,7 @@ void BatchAttentionPaged(const AttentionArgs& args, const PagedKV& kv,
 void BatchAttentionRagged(const AttentionArgs& args, const RaggedKV& kv,
                           const AttentionExtras& extras = {});
 void MergeState(const MergeStateArgs& args);
+void ApplySinks(const ApplySinksArgs& args);
 void SplitQKVRotary(const SplitRotaryArgs& args);
 void AppendPagedKVCache(const AppendArgs& args);
 void CopySinglePage(const CopyPageArgs& args);

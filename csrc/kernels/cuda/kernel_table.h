@@ -110,6 +110,7 @@ using AttentionFn = int (*)(const AttentionArgs& args, const PagedKV* paged, con
                             const AttentionExtras& extras, int64_t kv_length, CudaStream stream,
                             char* error);
 using MergeStateFn = int (*)(const MergeStateArgs& args, CudaStream stream, char* error);
+using ApplySinksFn = int (*)(const ApplySinksArgs& args, CudaStream stream, char* error);
 using SplitRotaryFn = int (*)(const SplitRotaryArgs& args, CudaStream stream, char* error);
 using AppendFn = int (*)(const AppendArgs& args, CudaStream stream, char* error);
 using CopyPageFn = int (*)(const CopyPageArgs& args, CudaStream stream, char* error);

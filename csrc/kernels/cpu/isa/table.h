@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "merge.h"
 #include "rotary.h"
+#include "sinks.h"
 
 namespace tvm_flashinfer {
 namespace kernels {
@@ -10,7 +11,7 @@ namespace cpu {
 namespace TVM_FLASHINFER_ISA {
 
 const KernelTable kKernelTable = {TVM_FLASHINFER_ISA_NAME, AttendBlock, AttendChunk, FoldChunks,
-                                  RotaryOffsets,           MergeStates, SplitRotary};
+                                  RotaryOffsets,           MergeStates, ApplySinks,  SplitRotary};
 
 }  // namespace TVM_FLASHINFER_ISA
 }  // namespace cpu

@@ -8,6 +8,7 @@
 #include "../plan_buffer.h"
 #include "../rotary.cuh"
 #include "../sampling.cuh"
+#include "../sinks.cuh"
 #include "../unit.h"
 
 namespace tvm_flashinfer {
@@ -110,6 +111,7 @@ int IsCapturing(CudaStream stream, bool* is_capturing, char* error) {
 
 TVM_FLASHINFER_REGISTER(batch_prefill_plan, "batch_prefill_plan", &BatchPrefillPlan);
 TVM_FLASHINFER_REGISTER(merge_state, "merge_state", &MergeState);
+TVM_FLASHINFER_REGISTER(apply_sinks, "apply_sinks", &ApplySinks);
 TVM_FLASHINFER_REGISTER(split_qkv_rotary, "split_qkv_rotary", &SplitQKVRotary);
 TVM_FLASHINFER_REGISTER(append_paged_kv_cache, "append_paged_kv_cache", &AppendPagedKVCache);
 TVM_FLASHINFER_REGISTER(copy_single_page, "copy_single_page", &CopySinglePage);
