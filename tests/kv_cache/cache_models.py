@@ -81,9 +81,15 @@ MODELS = {
     "group3": Model(6, 2, head_dim=24, rotary_dim=24),
     "group4": Model(8, 2, dtype="bfloat16"),
     "group8": Model(8, 1, dtype="float16"),
+    # CUDA has kernels with plans for these two.
+    "head64": Model(2, 2, head_dim=64, rotary_dim=64, dtype="float16"),
+    "head64_group4": Model(4, 1, head_dim=64, rotary_dim=64, dtype="bfloat16"),
     "head80": Model(2, 1, head_dim=80, rotary_dim=80, dtype="float16"),
     # Models without RoPE leave values that mean nothing.
     "no_rope": Model(rope_mode=int(RopeMode.NONE), rope_theta=-1.0, rope_scale=-1.0),
+    "no_rope_head64": Model(
+        2, 2, head_dim=64, dtype="float16", rope_mode=int(RopeMode.NONE), rope_theta=-1.0
+    ),
     "partial_rope": Model(rotary_dim=16, rope_scale=0.5, rope_theta=500000.0),
     "gptj_rope": Model(rope_scaling='{"rope_type": "gptj"}'),
     "linear_rope": Model(rope_scaling='{"rope_type": "linear", "factor": 4.0}'),
@@ -170,6 +176,32 @@ def compiled(library: Library) -> rx.VirtualMachine:
     path = Path(folder().name) / f"{compiled.cache_info().misses}.so"
     rx.build(mod, "llvm").export_library(str(path))
     return rx.VirtualMachine(tvm.runtime.load_module(str(path)), tvm.cpu())
+
+
+@functools.cache
+def compiled_on_cuda(model: Model) -> rx.VirtualMachine:
+    """A library with our cache alone, whose kernels are those of this machine."""
+    importlib.import_module("tvm_flashinfer")
+    from tvm_flashinfer.relax import FlashInferPagedKVCache
+
+    device, ext = tvm.cuda(0), model.ext_factors
+    arch = "sm_" + device.compute_version.replace(".", "")
+    target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
+    sizes = [tirx.Var(size, "int64") for size in ("batch", "total", "chunk", "page", "slide")]
+    kinds = model.attn_kind
+    builder = rx.BlockBuilder()
+    with builder.function("create", [rx.Var(f"{var.name}_", rx.ShapeType([var])) for var in sizes]):
+        cache = FlashInferPagedKVCache(
+            kinds if isinstance(kinds, str) else list(kinds), *sizes,
+            rx.ShapeExpr([0, NUM_LAYERS]), NUM_LAYERS, model.num_qo_heads, model.num_kv_heads,
+            model.head_dim, model.v_head_dim or model.head_dim, *model.mla_head_dims,
+            RopeMode(model.rope_mode), model.rope_scale, model.rope_theta,
+            json.loads(model.rope_scaling), rx.const(np.array(ext, "float32")) if ext else None,
+            model.rotary_dim, False, model.dtype, target, ship="shared",
+            layer_sliding_window_size=model.layer_window,
+        )  # fmt: skip
+        builder.emit_func_output(cache._expr)
+    return rx.VirtualMachine(tvm.compile(builder.get(), target), device)
 
 
 @functools.cache

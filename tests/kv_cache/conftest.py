@@ -1,11 +1,14 @@
-"""Caches on CPU, driven as a serving engine drives them, beside a float64 oracle.
+"""Caches, driven as a serving engine drives them, beside a float64 oracle.
 
-A compiled library has our cache and TVM's for every model of one shape. A `Driver` gives the same
-steps to a cache and to the oracle, and measures how far apart they are.
+On CPU a compiled library has our cache and TVM's for every model of one shape. A `Driver` gives the
+same steps to a cache and to the oracle, and measures how far apart they are. On CUDA models of
+float32 are of float16, and there is our cache alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from cache_models import MODELS, NUM_LAYERS, compiled, numpy_dtype
+from cache_models import MODELS, NUM_LAYERS, Model, compiled, compiled_on_cuda, numpy_dtype
 from cache_oracle import tree_masks
 from sequences import SM_SCALE, Oracle, Slide
 from tvm import relax as rx
@@ -23,6 +26,13 @@ from tvm_ffi import Shape
 
 def builtin(name: str) -> Callable[..., Any]:
     return tvm_ffi.get_global_func(f"vm.builtin.{name}")
+
+
+def on_cuda(model: Model) -> Model:
+    """The model as CUDA serves it."""
+    if model.head_dim % 16:
+        pytest.skip(f"head_dim {model.head_dim} is refused on CUDA")
+    return dataclasses.replace(model, dtype="float16") if model.dtype == "float32" else model
 
 
 class Driver:
@@ -38,14 +48,29 @@ class Driver:
         total: int = 1024,
         chunk: int = 256,
         support_sliding_window: int = 0,
+        device: Any = None,
     ) -> None:
-        self.model = model = MODELS[name]
-        create = compiled(model.library)[f"create_{which}_{name}_cache"]
+        self.device = tvm.cpu() if device is None else device
+        on_cpu = self.device.dlpack_device_type() == tvm.cpu().dlpack_device_type()
+        self.model = model = MODELS[name] if on_cpu else on_cuda(MODELS[name])
+        create = (
+            compiled(model.library)[f"create_{which}_{name}_cache"]
+            if on_cpu
+            else compiled_on_cuda(model)["create"]
+        )
         sizes = (batch, total, chunk, page_size, support_sliding_window)
         self.cache = create(*(Shape([size]) for size in sizes))
         self.oracle = Oracle(model, slides=support_sliding_window == 1)
         self.rng = np.random.default_rng(0)
         self.error = 0.0
+
+    def empty(self, shape: Sequence[int], dtype: str | None = None) -> tvm.runtime.Tensor:
+        """Make room on the device, for the dtype of the model unless another is named."""
+        return tvm.runtime.empty(tuple(shape), dtype or self.model.dtype, self.device)
+
+    def given(self, array: np.ndarray) -> tvm.runtime.Tensor:
+        """Copy to the device."""
+        return tvm.runtime.tensor(np.ascontiguousarray(array), self.device)
 
     def add(self, *seqs: int) -> None:
         """Make empty sequences."""
@@ -93,10 +118,9 @@ class Driver:
         for layer in range(NUM_LAYERS):
             heads = model.num_qo_heads + 2 * model.num_kv_heads
             qkv = self.random(tokens, heads, model.head_dim)
-            out = tvm.runtime.empty((tokens, model.num_qo_heads, model.head_dim), model.dtype)
-            given = tvm.runtime.tensor(qkv, tvm.cpu())
+            out = self.empty((tokens, model.num_qo_heads, model.head_dim))
             fused = builtin("attention_kv_cache_attention_with_fused_qkv")
-            fused(self.cache, layer, SM_SCALE, given, out)
+            fused(self.cache, layer, SM_SCALE, self.given(qkv), out)
             self.check(out.numpy(), self.oracle.attend(layer, seqs, lens, qkv, **trees))
         builtin("kv_state_end_forward")(self.cache)
 
@@ -115,7 +139,7 @@ class Driver:
         """Read a sequence back and compare."""
         length = len(self.oracle.keys[seq, 0])
         shape = (NUM_LAYERS, length, self.model.num_kv_heads, self.model.head_dim)
-        k, v = (tvm.runtime.empty(shape, self.model.dtype) for _ in range(2))
+        k, v = self.empty(shape), self.empty(shape)
         builtin("attention_kv_cache_debug_get_kv")(self.cache, seq, 0, length, k, v)
         for layer in range(NUM_LAYERS):
             self.check(k.numpy()[layer], self.oracle.keys[seq, layer])
@@ -125,6 +149,11 @@ class Driver:
         """Remember the error if it is the largest so far; NaN is infinite."""
         error = np.abs(np.asarray(got, np.float64) - expected).max()
         self.error = max(self.error, float(np.inf if np.isnan(error) else error))
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error that rounding explains."""
+        return TOLERANCE[self.model.dtype]
 
     @property
     def pages(self) -> int:
@@ -149,18 +178,24 @@ def drive() -> type[Driver]:
 
 
 @pytest.fixture
-def compare() -> Callable[..., None]:
-    """Run steps on our cache and on TVM's.
+def drive_on(device: Any) -> Callable[..., Driver]:
+    """`Driver` on CPU and on CUDA."""
+    return functools.partial(Driver, device=device)
+
+
+@pytest.fixture
+def compare(device: Any, drive_on: Callable[..., Driver]) -> Callable[..., None]:
+    """Run steps on our cache and, on CPU, on TVM's.
 
     Ours must be right, and no more than twice as far from the oracle as TVM's, or one rounding.
     """
 
     def run(name: str, steps: Callable[[Driver], None], tvms: bool = True, **sizes: int) -> None:
         dtype = MODELS[name].dtype
-        ours = Driver(name, **sizes)
+        ours = drive_on(name, **sizes)
         steps(ours)
-        assert ours.error <= TOLERANCE[dtype], f"error {ours.error}, tolerance {TOLERANCE[dtype]}"
-        if tvms:
+        assert ours.error <= ours.tolerance, f"error {ours.error}, tolerance {ours.tolerance}"
+        if tvms and device.dlpack_device_type() == tvm.cpu().dlpack_device_type():
             theirs = Driver(name, "tir", **sizes)
             steps(theirs)
             # Values are below 4, so this is one rounding of them.
