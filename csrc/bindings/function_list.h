@@ -17,6 +17,9 @@
   X(bind_attention_tree_ragged, BindAttentionTreeRagged)       \
   X(bind_attention_mask_paged, BindAttentionMaskPaged)         \
   X(bind_attention_mask_ragged, BindAttentionMaskRagged)       \
+  X(bind_attention_dense, BindAttentionDense)                  \
+  X(single_prefill, SinglePrefill)                             \
+  X(single_decode, SingleDecode)                               \
   X(bind_attention_mla, BindAttentionMLA)                      \
   X(cache_slot, MakeCacheSlot)                                 \
   X(merge_state, MergeState)                                   \

@@ -22,9 +22,9 @@ struct CudaStream {
  *
  * q is (num_rows, num_qo_heads, head_dim_qk) with unit stride in the last dimension; o is
  * (num_rows, num_qo_heads, head_dim_vo), contiguous; lse is (num_rows, num_qo_heads), contiguous,
- * float32, base 2, and may be null. Request b owns the rows [qo_indptr[b], qo_indptr[b + 1]); a
- * null qo_indptr means one row per request (decode). A row that sees no key gets o = 0 and lse =
- * -inf.
+ * float32, base 2, and may be null. Request b owns the rows [qo_indptr[b], qo_indptr[b + 1]); with
+ * a null qo_indptr every request has equally many, which is one in decode. A row that sees no key
+ * gets o = 0 and lse = -inf.
  *
  * Row i of the qo_len rows of a request sees key j of its kv_len keys when
  *   (!causal || j <= i + kv_len - qo_len) && (window_left < 0 || j >= i + kv_len - qo_len -
@@ -49,7 +49,9 @@ struct AttentionArgs {
   double sm_scale;
 };
 
-/*! \brief Keys and values of a ragged batch: request b owns the tokens [indptr[b], indptr[b + 1]).
+/*!
+ * \brief Keys and values of a ragged batch: request b owns the tokens [indptr[b], indptr[b + 1]).
+ * Attention without a plan on CUDA also takes a null indptr: equally many tokens a request.
  */
 struct RaggedKV {
   const void* k;

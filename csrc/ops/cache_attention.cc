@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "cache_call.h"
+#include "dense_attention.h"
 #include "ops.h"
 
 namespace tvm_flashinfer {
@@ -136,6 +137,14 @@ Function MLA(Bound bound) {
   });
 }
 
+/*! \brief Requests of equal length in tensors of four dimensions, without index arrays. */
+Function Dense(Bound bound) {
+  return Function::FromTyped([bound](TensorView q, TensorView k, TensorView v, TensorView o,
+                                     Optional<TensorView> lse, int64_t causal, double sm_scale) {
+    RunDense(*bound, {q, k, v, o, lse, causal, sm_scale});
+  });
+}
+
 struct SlotEntry {
   const char* name;  // of the slot
   const char* op;    // in errors
@@ -151,6 +160,7 @@ constexpr SlotEntry kSlots[] = {
     {"tree_ragged", "attention_tree_ragged", CacheSlot::kTreeRagged, TreeRagged},
     {"mask_paged", "attention_mask_paged", CacheSlot::kMaskPaged, MaskPaged},
     {"mask_ragged", "attention_mask_ragged", CacheSlot::kMaskRagged, MaskRagged},
+    {"dense", "attention_dense", CacheSlot::kDense, Dense},
     {"mla", "attention_mla", CacheSlot::kMLA, MLA},
 };
 
@@ -190,6 +200,9 @@ Function BindAttentionMaskPaged(String options) {
 }
 Function BindAttentionMaskRagged(String options) {
   return BindAttention("mask_ragged", options, std::nullopt, std::nullopt);
+}
+Function BindAttentionDense(String options) {
+  return BindAttention("dense", options, std::nullopt, std::nullopt);
 }
 Function BindAttentionMLA(String options) {
   return BindAttention("mla", options, std::nullopt, std::nullopt);

@@ -17,6 +17,8 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
   const JsonSettings settings(check, "options", options, "{\"logits_soft_cap\": 50}");
   if (slot == CacheSlot::kMLA) {
     settings.AllowOnly({"logits_soft_cap"});
+  } else if (slot == CacheSlot::kDense) {
+    settings.AllowOnly({"window_left", "logits_soft_cap"});
   } else {
     settings.AllowOnly(
         {"layer_window", "window_left", "rotary_dim", "rope_scaling", "logits_soft_cap"});
@@ -45,7 +47,7 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
 }
 
 CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const TensorView& o,
-                     const TensorView& lse, double sm_scale)
+                     const Optional<TensorView>& lse, double sm_scale)
     : bound_(bound), check_(bound.op()), device_(check_.Device("q", q)), q_(q), o_(o), lse_(lse) {
   args_.dtype = check_.FloatDType("q", q);
   check_.Rank("q", q, 3, "(n, num_qo_heads, head_dim)");
@@ -54,9 +56,12 @@ CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const Ten
   check_.Rank("o", o, 3, "(n, num_qo_heads, head_dim)");
   check_.Data("o", o, device_, q.dtype(), {q.size(0), q.size(1), o.size(2)},
               "(n, num_qo_heads, head_dim)");
-  check_.Data("lse", lse, device_, kFloat32, {q.size(0), q.size(1)}, "(n, num_qo_heads)");
   check_.Finite("sm_scale", sm_scale);
-  check_.NoOverlap("o", o, "lse", lse);
+  if (lse.has_value()) {
+    check_.Data("lse", lse.value(), device_, kFloat32, {q.size(0), q.size(1)}, "(n, num_qo_heads)");
+    check_.NoOverlap("o", o, "lse", lse.value());
+    args_.lse = DataOf<float>(lse.value());
+  }
   KeepFromOutputs("q", q);
   args_.num_rows = q.size(0);
   args_.num_qo_heads = static_cast<int32_t>(q.size(1));
@@ -65,7 +70,6 @@ CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const Ten
   args_.q_stride_row = StrideOf(q, 0);
   args_.q_stride_head = StrideOf(q, 1);
   args_.o = DataOf(o);
-  args_.lse = DataOf<float>(lse);
   args_.window_left = static_cast<int32_t>(bound.window_left());
   args_.sm_scale = sm_scale;
   extras_.magnitude = 1;
@@ -104,7 +108,7 @@ void CacheCall::IndexVector(const char* name, const TensorView& tensor, int64_t 
 
 void CacheCall::KeepFromOutputs(const char* name, const TensorView& input) const {
   check_.NoOverlap("o", o_, name, input);
-  check_.NoOverlap("lse", lse_, name, input);
+  if (lse_.has_value()) check_.NoOverlap("lse", lse_.value(), name, input);
 }
 
 void CacheCall::SetBatchSize(const char* indptr_name, const TensorView& indptr) {
@@ -250,8 +254,7 @@ void CacheCall::CheckPageContents(const HostInts& indptr, const HostInts& indice
   }
 }
 
-void CacheCall::SetRaggedKeys(const TensorView& k, const TensorView& v,
-                              const TensorView& kv_indptr) {
+void CacheCall::SetRaggedTensors(const TensorView& k, const TensorView& v) {
   const KVOperand keys = ReadRagged(check_, "k", k, /*layout=*/0);
   const KVOperand values = ReadRagged(check_, "v", v, /*layout=*/0);
   for (auto [name, tensor] : {std::pair<const char*, const TensorView*>{"k", &k}, {"v", &v}}) {
@@ -264,18 +267,38 @@ void CacheCall::SetRaggedKeys(const TensorView& k, const TensorView& v,
                      "; they must have the same tokens and heads");
   }
   SetHeads(keys.num_heads, keys.head_dim, values.head_dim, "k");
-  IndexVector("kv_indptr", kv_indptr, args_.batch_size + 1, "(batch_size + 1,)");
-  ragged_ = {DataOf(k),
-             DataOf(v),
-             keys.stride_length,
-             keys.stride_head,
-             values.stride_length,
-             values.stride_head,
-             DataOf<int32_t>(kv_indptr)};
+  ragged_ = {
+      DataOf(k),          DataOf(v), keys.stride_length, keys.stride_head, values.stride_length,
+      values.stride_head, nullptr};
   num_kv_tokens_ = keys.length;
+}
+
+void CacheCall::SetEqualRows(int64_t batch_size) {
+  args_.batch_size = static_cast<int32_t>(batch_size);
+  if (args_.num_rows % std::max<int64_t>(batch_size, 1) != 0) {
+    check_.FailValue(Text("`q` has ", args_.num_rows, " rows, which are no multiple of ",
+                          batch_size, " requests"));
+  }
+}
+
+void CacheCall::SetEqualKeys(const TensorView& k, const TensorView& v) {
+  SetRaggedTensors(k, v);
+  if (!IsCPU(device_) || args_.batch_size == 0) return;
+  const int64_t each = num_kv_tokens_ / args_.batch_size;
+  for (int64_t b = 0; b <= args_.batch_size; ++b) {
+    equal_keys_.push_back(static_cast<int32_t>(b * each));
+  }
+  ragged_.indptr = equal_keys_.data();
+}
+
+void CacheCall::SetRaggedKeys(const TensorView& k, const TensorView& v,
+                              const TensorView& kv_indptr) {
+  SetRaggedTensors(k, v);
+  IndexVector("kv_indptr", kv_indptr, args_.batch_size + 1, "(batch_size + 1,)");
+  ragged_.indptr = DataOf<int32_t>(kv_indptr);
   const HostInts indptr = ReadInts(kv_indptr);
   if (!indptr) return;
-  CheckIndptr(check_, "kv_indptr", indptr.data, args_.batch_size, keys.length, "k");
+  CheckIndptr(check_, "kv_indptr", indptr.data, args_.batch_size, num_kv_tokens_, "k");
   for (int64_t b = 0; b < args_.batch_size; ++b) {
     kv_lens_.push_back(indptr.data[b + 1] - indptr.data[b]);
   }

@@ -19,7 +19,9 @@ namespace ops {
 
 using tvm::ffi::Tensor;
 
-/*! \brief The functions without a plan: those that TVM's cache calls, and those with a packed mask.
+/*!
+ * \brief The functions without a plan: those that TVM's cache calls, those with a packed mask, and
+ * the one for requests of equal length.
  */
 enum class CacheSlot {
   kPrefillPaged,
@@ -29,6 +31,7 @@ enum class CacheSlot {
   kTreeRagged,
   kMaskPaged,
   kMaskRagged,
+  kDense,
   kMLA
 };
 
@@ -84,15 +87,19 @@ class CacheCall {
  public:
   /*! \brief Start with the queries, outputs and scale; value columns are those of o. */
   CacheCall(const BoundAttention& bound, const TensorView& q, const TensorView& o,
-            const TensorView& lse, double sm_scale);
+            const Optional<TensorView>& lse, double sm_scale);
 
   /*! \brief Rows of the requests; without it every request has one. */
   void SetRows(const TensorView& qo_indptr);
+  /*! \brief As many requests, each with equally many of the rows. */
+  void SetEqualRows(int64_t batch_size);
   void SetCausal(int64_t causal);
   /*! \brief Pages (P, 2, Hkv, S, d), or of MLA (P, S, d); length_info is (B,) or (3, B). */
   void SetPages(const TensorView& pages, const TensorView& page_indptr,
                 const TensorView& page_indices, const TensorView& length_info);
   void SetRaggedKeys(const TensorView& k, const TensorView& v, const TensorView& kv_indptr);
+  /*! \brief Keys of which every request has equally many. */
+  void SetEqualKeys(const TensorView& k, const TensorView& v);
   /*! \brief After the keys. tree_mask is (nodes, 2) or flat. */
   void SetTree(const TensorView& tree_indptr, const TensorView& tree_mask);
   /*! \brief After the keys. */
@@ -114,6 +121,7 @@ class CacheCall {
   void IndexVector(const char* name, const TensorView& tensor, int64_t size, const char* meaning);
   /*! \brief The outputs share no memory with an input. */
   void KeepFromOutputs(const char* name, const TensorView& input) const;
+  void SetRaggedTensors(const TensorView& k, const TensorView& v);
   void SetHeads(int64_t num_kv_heads, int64_t head_dim_qk, int64_t head_dim_vo, const char* keys);
   void SetBatchSize(const char* indptr_name, const TensorView& indptr);
   const float* PerHead(const char* name, const Optional<Tensor>& values) const;
@@ -128,7 +136,7 @@ class CacheCall {
   DLDevice device_;
   TensorView q_;
   TensorView o_;
-  TensorView lse_;
+  Optional<TensorView> lse_;
   kernels::AttentionArgs args_{};
   kernels::AttentionExtras extras_{};
   kernels::PagedKV paged_{};
@@ -139,6 +147,7 @@ class CacheCall {
   HostInts qo_indptr_;
   std::vector<int64_t> kv_lens_;
   int64_t num_kv_tokens_ = 0;
+  std::vector<int32_t> equal_keys_;  // offsets for the CPU kernels
   std::shared_ptr<const RopeFrequencies> frequencies_;
 };
 

@@ -66,6 +66,7 @@ Function BindAttentionTreePaged(String options);
 Function BindAttentionTreeRagged(String options);
 Function BindAttentionMaskPaged(String options);
 Function BindAttentionMaskRagged(String options);
+Function BindAttentionDense(String options);
 Function BindAttentionMLA(String options);
 
 /*! \brief What TVM's cache is given for one attention slot: a kind, and the functions of that kind.
@@ -95,6 +96,15 @@ void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorV
 void AppendPagedMLAKVCache(TensorView pages, TensorView kv, TensorView position_map);
 void CopySinglePageMLA(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length);
 void DebugGetKVMLA(TensorView pages, TensorView position_map, TensorView kv, int64_t layer_id);
+
+// What MLC's dense attention calls: the scratch, allow_fp16_qk and the rope numbers are part of its
+// convention and are not read.
+void SinglePrefill(TensorView q, TensorView k, TensorView v, TensorView scratch, int64_t causal,
+                   int64_t layout, int64_t rotary_mode, bool allow_fp16_qk, double rope_scale,
+                   double rope_theta, TensorView o);
+
+void SingleDecode(TensorView q, TensorView k, TensorView v, TensorView scratch, int64_t layout,
+                  int64_t rotary_mode, double rope_scale, double rope_theta, TensorView o);
 
 Tensor ParallelSamplingFromProb(TensorView probs, TensorView uniform, TensorView sample_indices,
                                 Tensor out_ids);

@@ -114,9 +114,11 @@ class Batch {
     block.window_left = args.window_left;
     SetStrides(kv, &block.keys);
     const int64_t size = ElementSize(args.dtype);
+    const int64_t equal_rows = args.qo_indptr == nullptr ? args.num_rows / args.batch_size : 0;
     for (int64_t request = 0; request < args.batch_size; ++request) {
-      const int64_t row = args.qo_indptr == nullptr ? request : args.qo_indptr[request];
-      const int64_t row_end = args.qo_indptr == nullptr ? row + 1 : args.qo_indptr[request + 1];
+      const bool is_equal = args.qo_indptr == nullptr;
+      const int64_t row = is_equal ? request * equal_rows : args.qo_indptr[request];
+      const int64_t row_end = is_equal ? row + equal_rows : args.qo_indptr[request + 1];
       const RequestKeys keys = KeysOfRequest(kv, extras, request);
       block.request = request;
       block.first_row = row;

@@ -26,7 +26,7 @@ struct AttentionParams {
   const T* q;
   int64_t q_stride_row;
   int64_t q_stride_head;
-  const int32_t* qo_indptr;  // null: one row per request
+  const int32_t* qo_indptr;  // null: every request has equally many rows
   T* o;
   float* lse;
 
@@ -95,11 +95,21 @@ __device__ __forceinline__ int Clamp(int value, int high) { return min(max(value
 template <typename T>
 __device__ __forceinline__ RequestInfo ReadRequest(const AttentionParams<T>& p, int b) {
   RequestInfo r;
-  r.row_begin = p.qo_indptr == nullptr ? b : Clamp(p.qo_indptr[b], p.num_rows);
-  r.num_rows =
-      p.qo_indptr == nullptr ? 1 : max(Clamp(p.qo_indptr[b + 1], p.num_rows) - r.row_begin, 0);
+  if (p.qo_indptr == nullptr) {
+    r.num_rows = p.num_rows / p.batch_size;
+    r.row_begin = b * r.num_rows;
+  } else {
+    r.row_begin = Clamp(p.qo_indptr[b], p.num_rows);
+    r.num_rows = max(Clamp(p.qo_indptr[b + 1], p.num_rows) - r.row_begin, 0);
+  }
+  if (p.kv_indptr == nullptr) {  // ragged keys, equally many of every request
+    r.num_keys = p.num_tokens / p.batch_size;
+    r.kv_begin = b * r.num_keys;
+    r.window_offset = r.sink_size = 0;
+    return r;
+  }
   r.kv_begin = p.kv_indptr[b];
-  int kv_end = p.kv_indptr[b + 1];
+  const int kv_end = p.kv_indptr[b + 1];
   r.window_offset = r.sink_size = 0;
   if (p.page_size == 0) {
     r.kv_begin = Clamp(r.kv_begin, p.num_tokens);

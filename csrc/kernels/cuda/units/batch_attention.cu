@@ -125,8 +125,8 @@ int64_t MaxSplitItems(const AttentionParams<T>& p, int tile_rows) {
   const int64_t keys = p.page_size == 0 ? p.num_tokens : p.num_indices * p.page_size;
   const int64_t chunks = std::min(CeilDiv(keys, 64), places);
   const int64_t tiles = MaxTiles(p, tile_rows);
-  const int64_t of_request =
-      p.qo_indptr == nullptr ? CeilDiv(int64_t{p.group_size}, tile_rows) : tiles;
+  const int64_t rows_of_request = int64_t{p.num_rows / p.batch_size} * p.group_size;
+  const int64_t of_request = p.qo_indptr == nullptr ? CeilDiv(rows_of_request, tile_rows) : tiles;
   return std::min(places, tiles + of_request * chunks);
 }
 
