@@ -65,7 +65,7 @@ def test_the_same_row_many_times(ops, device, rng):
 
 
 def test_exact_boundaries(ops, device):
-    """With sums that floats hold: the first index whose sum is above the number, not equal to it."""
+    """With sums that floats hold: the first index whose sum is above the number, not at it."""
     probs = np.array([[0.25, 0.25, 0.0, 0.5]])
     uniform = [0.0, 0.2, 0.25, 0.49, 0.5, 0.99]
     assert _sample(ops, device, probs, uniform, [0] * 6).tolist() == [0, 0, 1, 1, 3, 3]
