@@ -101,6 +101,9 @@ MODELS = {
     "inline_gptj_rope": Model(rope_mode=_INLINE, rope_scaling='{"rope_type": "gptj"}'),
     "inline_llama3_rope": Model(rope_mode=_INLINE, rope_scaling=json.dumps(LLAMA3)),
     "sliding_layer": Model(attn_kind=("mha", "mha_sliding")),
+    "sliding_layer_no_rope": Model(
+        attn_kind=("mha", "mha_sliding"), rope_mode=int(RopeMode.NONE), rope_theta=-1.0
+    ),
     "window24": Model(attn_kind=("mha", "mha_sliding"), layer_window=24),
     "window7_group4": Model(8, 2, attn_kind=("mha_sliding", "mha"), layer_window=7),
     "mla": Model(

@@ -119,6 +119,22 @@ def test_layers_before_their_window(compare) -> None:
     compare("sliding_layer", steps)
 
 
+@pytest.mark.skipif(not HAS_LAYER_WINDOW, reason="in TVM 0.26 all rows of a chunk see one window")
+def test_layers_at_the_default_window(compare) -> None:
+    """Chunks that cross a window of 1024, and decode behind it."""
+
+    def steps(driver) -> None:
+        driver.add(0, 1)
+        driver.step([0], [700])
+        driver.step([0, 1], [600, 90])
+        driver.step([1, 0], [690, 1])
+        for _ in range(3):
+            driver.step([0, 1], [1, 1])
+        driver.step([1], [500])
+
+    compare("sliding_layer_no_rope", steps, total=4096, chunk=1024)
+
+
 def test_a_cache_with_layer_windows_does_not_slide_as_a_whole() -> None:
     """TVM would rotate its pages and its new tokens by different angles."""
     import tvm_ffi
