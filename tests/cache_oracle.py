@@ -150,10 +150,12 @@ def _attend(
 ) -> oracle.Attention:
     real = np.float32 if plain else np.float64
     n, num_qo_heads, _ = q.shape
+    q_dtype = q.dtype
     group = num_qo_heads // k.shape[1]
     if extras.rope is not None:
         q = rotate(q, extras.q_positions, plain=plain, **extras.rope)
         k = rotate(k, extras.k_positions, plain=plain, **extras.rope)
+        k = k.astype(q_dtype) if plain else k
     keys = np.repeat(k.astype(real), group, axis=1).transpose(1, 2, 0)
     values = np.repeat(v.astype(real), group, axis=1).transpose(1, 0, 2)
     s = (q.astype(real).transpose(1, 0, 2) @ keys) * real(sm_scale)
@@ -174,9 +176,9 @@ def _attend(
     top = s.max(-1, keepdims=True)
     top[np.isneginf(top)] = 0
     p = np.exp(s - top)
-    if plain and v.dtype != np.float32:
+    if plain and q_dtype != np.float32:
         # Numerator and denominator from the same rounded weights, as the tensor-core kernels do.
-        p = p.astype(v.dtype).astype(real)
+        p = p.astype(q_dtype).astype(real)
     total = p.sum(-1)
     with np.errstate(divide="ignore"):
         lse = top[..., 0] * real(oracle.LOG2E) + np.log2(total)
@@ -194,7 +196,10 @@ def assert_request(
     sm_scale: float,
     what: str,
 ) -> None:
-    """Rows (n, Hq, d) over keys and values (m, Hkv, d): within the bound, or exactly 0 and -inf."""
+    """Rows (n, Hq, d) over keys and values (m, Hkv, d): within the bound, or exactly 0 and -inf.
+
+    8-bit keys and values are given in float64, times their scales.
+    """
     if len(q) == 0:
         return
     seen = seen_by(extras, len(q), len(k))

@@ -21,6 +21,7 @@ GUARD_BYTES = 256
 FILL = 0xFF
 
 _TYPE_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4}
+_FLOAT8_CODES = {"float8_e4m3fn": 10, "float8_e5m2": 12}
 _CPU = 1
 
 
@@ -70,11 +71,13 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a TVM dtype name, bfloat16 included."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+    """The NumPy dtype of a TVM dtype name, those of ml_dtypes included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _dl_dtype(dtype: np.dtype) -> _DLDataType:
+    if dtype.name in _FLOAT8_CODES:
+        return _DLDataType(_FLOAT8_CODES[dtype.name], 8, 1)
     kind = dtype.name.rstrip("0123456789")
     return _DLDataType(_TYPE_CODES[kind], dtype.itemsize * 8, 1)
 

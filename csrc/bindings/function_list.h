@@ -28,10 +28,12 @@
   X(split_qkv_rotary, SplitQKVRotary)                          \
   X(bind_split_qkv_rotary, BindSplitQKVRotary)                 \
   X(append_paged_kv_cache, AppendPagedKVCache)                 \
+  X(bind_append_paged_kv_cache, BindAppendPagedKVCache)        \
   X(copy_single_page, CopySinglePage)                          \
   X(compact_kv_copy, CompactKVCopy)                            \
   X(debug_get_kv, DebugGetKV)                                  \
   X(append_paged_mla_kv_cache, AppendPagedMLAKVCache)          \
+  X(bind_append_paged_mla_kv_cache, BindAppendPagedMLAKVCache) \
   X(copy_single_page_mla, CopySinglePageMLA)                   \
   X(debug_get_kv_mla, DebugGetKVMLA)                           \
   X(sampling.parallel_sampling_from_prob, ParallelSamplingFromProb)

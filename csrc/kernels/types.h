@@ -9,7 +9,22 @@
 namespace tvm_flashinfer {
 namespace kernels {
 
-enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+/*! \brief The 8-bit ones, float8_e4m3fn and float8_e5m2, are of stored keys and values alone. */
+enum class DType : int32_t {
+  kFloat32 = 0,
+  kFloat16 = 1,
+  kBFloat16 = 2,
+  kFloat8E4M3 = 3,
+  kFloat8E5M2 = 4
+};
+
+// Static, so that no unit that is compiled for its own instruction set shares it with others.
+static inline bool IsFloat8(DType dtype) {
+  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+static inline int64_t ElementSize(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : IsFloat8(dtype) ? 1 : 2;
+}
 
 /*! \brief Where a CUDA kernel runs. The handle is a cudaStream_t. */
 struct CudaStream {
@@ -47,6 +62,10 @@ struct AttentionArgs {
   bool causal;
   int32_t window_left;
   double sm_scale;
+  /*! \brief Of keys and values: dtype, or an 8-bit one. */
+  DType kv_dtype;
+  /*! \brief Factor of the stored values. That of stored keys is part of sm_scale. */
+  double v_scale;
 };
 
 /*!
@@ -231,6 +250,11 @@ struct AppendArgs {
   const void* k;
   const void* v;
   const int32_t* position_map;
+  /*! \brief Of k and v: that of the pool, or one of 16 or 32 bits over a pool of 8. */
+  DType dtype;
+  /*! \brief What is divided by before rows become 8-bit: to nearest even, saturated, NaN kept. */
+  float k_scale;
+  float v_scale;
 };
 
 /*! \brief Copy of the first copy_length slots of one page to another. */
@@ -280,6 +304,8 @@ struct AppendRowsArgs {
   int64_t num_rows;
   const void* rows;
   const int32_t* position_map;
+  DType dtype;
+  float scale;
 };
 
 struct CopyRowsArgs {

@@ -111,6 +111,8 @@ kernels::AttentionArgs MakeAttentionArgs(const Checker& check, const RunInputs& 
   args.causal = in.mask_mode == 1;
   args.window_left = static_cast<int32_t>(in.window_left);
   args.sm_scale = in.sm_scale;
+  args.kv_dtype = args.dtype;
+  args.v_scale = 1;
   return args;
 }
 
@@ -159,8 +161,8 @@ kernels::PagedKV MakePagedKV(const Checker& check, const TensorView& q, const Te
   const DLDevice device = q.device();
   const KVOperand k = ReadPages(check, "k_pages", k_pages, layout);
   const KVOperand v = ReadPages(check, "v_pages", v_pages, layout);
-  check.DType("k_pages", k_pages, q.dtype());
-  check.DType("v_pages", v_pages, q.dtype());
+  check.PlannedKVDType("k_pages", k_pages, q.dtype());
+  check.PlannedKVDType("v_pages", v_pages, q.dtype());
   check.OnDevice("k_pages", k_pages, device);
   check.OnDevice("v_pages", v_pages, device);
   if (v_pages.size(0) != k_pages.size(0) || v.num_heads != k.num_heads || v.length != k.length ||

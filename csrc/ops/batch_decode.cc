@@ -43,7 +43,7 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
                     ", expected 0: no kernel here caps logits yet");
   }
   const kernels::DType dtype = check.FloatDType("empty_q", empty_q);
-  check.DType("empty_kv", empty_kv, empty_q.dtype());
+  check.PlannedKVDType("empty_kv", empty_kv, empty_q.dtype());
   check.OnHost("page_indptr", page_indptr);
   check.IndexVector("page_indptr", page_indptr, batch_size + 1, "(batch_size + 1,)");
   const int32_t* pages = DataOf<int32_t>(page_indptr);

@@ -197,8 +197,8 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
   const DLDevice device = BeginRun(check, in, reader);
   const KVOperand keys = ReadRagged(check, "k", k, layout);
   const KVOperand values = ReadRagged(check, "v", v, layout);
-  check.DType("k", k, q.dtype());
-  check.DType("v", v, q.dtype());
+  check.PlannedKVDType("k", k, q.dtype());
+  check.PlannedKVDType("v", v, q.dtype());
   check.OnDevice("k", k, device);
   check.OnDevice("v", v, device);
   if (values.num_heads != keys.num_heads || values.length != keys.length) {

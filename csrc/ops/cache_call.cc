@@ -16,13 +16,15 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
   const Checker check(op);
   const JsonSettings settings(check, "options", options, "{\"logits_soft_cap\": 50}");
   if (slot == CacheSlot::kMLA) {
-    settings.AllowOnly({"logits_soft_cap"});
+    settings.AllowOnly({"logits_soft_cap", "kv_scale"});
   } else if (slot == CacheSlot::kDense) {
-    settings.AllowOnly({"window_left", "logits_soft_cap"});
+    settings.AllowOnly({"window_left", "logits_soft_cap", "k_scale", "v_scale"});
   } else {
-    settings.AllowOnly(
-        {"layer_window", "window_left", "rotary_dim", "rope_scaling", "logits_soft_cap"});
+    settings.AllowOnly({"layer_window", "window_left", "rotary_dim", "rope_scaling",
+                        "logits_soft_cap", "k_scale", "v_scale"});
   }
+  k_scale_ = settings.Scale(slot == CacheSlot::kMLA ? "kv_scale" : "k_scale");
+  v_scale_ = settings.Scale(slot == CacheSlot::kMLA ? "kv_scale" : "v_scale");
   layer_window_ = settings.PositiveInteger("layer_window", 0);
   if (layer_window_ != 0 && slot != CacheSlot::kPrefillPaged && slot != CacheSlot::kDecodePaged) {
     settings.Fail(
@@ -145,6 +147,21 @@ void CacheCall::SetCausal(int64_t causal) {
   }
 }
 
+void CacheCall::SetKVDType(const char* keys, const TensorView& k, const char* values,
+                           const TensorView& v) {
+  args_.kv_dtype = check_.KVDType(keys, k, q_.dtype());
+  check_.DType(values, v, k.dtype());
+  if (!kernels::IsFloat8(args_.kv_dtype) && (bound_.k_scale() != 1 || bound_.v_scale() != 1)) {
+    check_.FailValue(Text("`", keys, "` is ", DTypeText(k.dtype()),
+                          ", but the options scale keys by ", bound_.k_scale(), " and values by ",
+                          bound_.v_scale(),
+                          "; scales are for float8 keys and values, leave them out"));
+  }
+  args_.sm_scale *= bound_.k_scale();
+  check_.Finite("sm_scale times the scale of the keys", args_.sm_scale);
+  args_.v_scale = bound_.v_scale();
+}
+
 void CacheCall::SetHeads(int64_t num_kv_heads, int64_t head_dim_qk, int64_t head_dim_vo,
                          const char* keys) {
   check_.HeadRatio(args_.num_qo_heads, num_kv_heads);
@@ -166,7 +183,7 @@ void CacheCall::SetHeads(int64_t num_kv_heads, int64_t head_dim_qk, int64_t head
 void CacheCall::SetPages(const TensorView& pages, const TensorView& page_indptr,
                          const TensorView& page_indices, const TensorView& length_info) {
   is_paged_ = true;
-  check_.DType("pages", pages, q_.dtype());
+  SetKVDType("pages", pages, "pages", pages);
   check_.OnDevice("pages", pages, device_);
   KeepFromOutputs("pages", pages);
   const bool is_mla = bound_.slot() == CacheSlot::kMLA;
@@ -257,8 +274,8 @@ void CacheCall::CheckPageContents(const HostInts& indptr, const HostInts& indice
 void CacheCall::SetRaggedTensors(const TensorView& k, const TensorView& v) {
   const KVOperand keys = ReadRagged(check_, "k", k, /*layout=*/0);
   const KVOperand values = ReadRagged(check_, "v", v, /*layout=*/0);
+  SetKVDType("k", k, "v", v);
   for (auto [name, tensor] : {std::pair<const char*, const TensorView*>{"k", &k}, {"v", &v}}) {
-    check_.DType(name, *tensor, q_.dtype());
     check_.OnDevice(name, *tensor, device_);
     KeepFromOutputs(name, *tensor);
   }
@@ -351,6 +368,8 @@ void CacheCall::RunOnCuda() {
   std::string reason;
   if (args_.dtype == kernels::DType::kFloat32) {
     reason = "CUDA attention runs in float16 and bfloat16; float32 is served on CPU alone";
+  } else if (kernels::IsFloat8(args_.kv_dtype)) {
+    reason = "float8 keys and values are served on CPU alone so far";
   } else if (!fits(args_.head_dim_qk) || !fits(args_.head_dim_vo)) {
     reason = Text("head_dim ", args_.head_dim_qk, " with values of ", args_.head_dim_vo,
                   " has no CUDA kernel; multiples of 16 up to ", kMaxHeadDim, " have");

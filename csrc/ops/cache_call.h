@@ -54,6 +54,9 @@ class BoundAttention {
   /*! \brief Rotated dimensions; 0 for the whole head. */
   int64_t rotary_dim() const { return rotary_dim_; }
   double logits_soft_cap() const { return logits_soft_cap_; }
+  /*! \brief The true key is k_scale times the stored one; 1 unless keys are 8-bit. */
+  double k_scale() const { return k_scale_; }
+  double v_scale() const { return v_scale_; }
   const Optional<Tensor>& sinks() const { return sinks_; }
   const Optional<Tensor>& alibi_slopes() const { return alibi_slopes_; }
   RopeFrequencyCache& frequencies() const { return *frequencies_; }
@@ -65,6 +68,8 @@ class BoundAttention {
   int64_t window_left_ = -1;
   int64_t rotary_dim_ = 0;
   double logits_soft_cap_ = 0;
+  double k_scale_ = 1;
+  double v_scale_ = 1;
   Optional<Tensor> sinks_;
   Optional<Tensor> alibi_slopes_;
   std::unique_ptr<RopeFrequencyCache> frequencies_;
@@ -122,6 +127,7 @@ class CacheCall {
   /*! \brief The outputs share no memory with an input. */
   void KeepFromOutputs(const char* name, const TensorView& input) const;
   void SetRaggedTensors(const TensorView& k, const TensorView& v);
+  void SetKVDType(const char* keys, const TensorView& k, const char* values, const TensorView& v);
   void SetHeads(int64_t num_kv_heads, int64_t head_dim_qk, int64_t head_dim_vo, const char* keys);
   void SetBatchSize(const char* indptr_name, const TensorView& indptr);
   const float* PerHead(const char* name, const Optional<Tensor>& values) const;

@@ -32,6 +32,12 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
   Function unplanned = BindAttention(slot, options, Optional<Tensor>(), Optional<Tensor>());
   const Checker check("cache_slot");
   const JsonSettings settings(check, "options", options, "{\"logits_soft_cap\": 50}");
+  for (const char* scale : {"k_scale", "v_scale", "kv_scale"}) {
+    if (!settings.Has(scale)) continue;
+    check.FailValue(Text("`options` has `", scale,
+                         "`, which is for float8 keys and values; TVM's "
+                         "cache has the dtype of its queries and no such pages: leave it out"));
+  }
   // TVM rotates the pages of layers with a window by theta 10000, whatever the model's is, and with
   // RoPE inside attention the new tokens by the model's: the two would not fit.
   if (support_sliding_window != 0 && settings.Has("layer_window")) {

@@ -34,6 +34,14 @@ bool SameDType(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
 }
 
+/*! \brief Whether dtype is an 8-bit one of stored keys and values. */
+bool Float8DType(DLDataType dtype, kernels::DType* out) {
+  if (dtype.bits != 8 || dtype.lanes != 1) return false;
+  if (dtype.code == kDLFloat8_e4m3fn) *out = kernels::DType::kFloat8E4M3;
+  if (dtype.code == kDLFloat8_e5m2) *out = kernels::DType::kFloat8E5M2;
+  return dtype.code == kDLFloat8_e4m3fn || dtype.code == kDLFloat8_e5m2;
+}
+
 }  // namespace
 
 bool IsCPU(DLDevice device) {
@@ -53,6 +61,10 @@ std::string ShapeText(const TensorView& tensor) {
 }
 
 std::string DTypeText(DLDataType dtype) {
+  kernels::DType float8;
+  if (Float8DType(dtype, &float8)) {
+    return float8 == kernels::DType::kFloat8E4M3 ? "float8_e4m3fn" : "float8_e5m2";
+  }
   const char* kind = dtype.code == kDLInt      ? "int"
                      : dtype.code == kDLUInt   ? "uint"
                      : dtype.code == kDLFloat  ? "float"
@@ -133,6 +145,34 @@ void Checker::DType(const char* name, const TensorView& tensor, DLDataType expec
     FailType(
         Text("`", name, "` is ", DTypeText(tensor.dtype()), ", expected ", DTypeText(expected)));
   }
+}
+
+kernels::DType Checker::StoredDType(const char* name, const TensorView& tensor) const {
+  kernels::DType dtype;
+  if (Float8DType(tensor.dtype(), &dtype)) return dtype;
+  const DLDataType got = tensor.dtype();
+  if (got.code == kDLFloat || got.code == kDLBfloat) return FloatDType(name, tensor);
+  FailType(Text("`", name, "` is ", DTypeText(got),
+                ", expected float16, bfloat16, float32, float8_e4m3fn or float8_e5m2"));
+}
+
+kernels::DType Checker::KVDType(const char* name, const TensorView& tensor,
+                                DLDataType q_dtype) const {
+  kernels::DType dtype;
+  if (Float8DType(tensor.dtype(), &dtype)) return dtype;
+  if (SameDType(tensor.dtype(), q_dtype)) return FloatDType(name, tensor);
+  FailType(Text("`", name, "` is ", DTypeText(tensor.dtype()), ", expected ", DTypeText(q_dtype),
+                " as `q` is, float8_e4m3fn or float8_e5m2"));
+}
+
+void Checker::PlannedKVDType(const char* name, const TensorView& tensor, DLDataType q_dtype) const {
+  kernels::DType dtype;
+  if (Float8DType(tensor.dtype(), &dtype)) {
+    FailType(Text("`", name, "` is ", DTypeText(tensor.dtype()), ", expected ", DTypeText(q_dtype),
+                  " as `q` is; 8-bit keys and values are served without a plan, by what "
+                  "flashinfer.bind_attention returns"));
+  }
+  DType(name, tensor, q_dtype);
 }
 
 void Checker::Workspace(const char* name, const TensorView& tensor) const {

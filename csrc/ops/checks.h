@@ -52,6 +52,13 @@ class Checker {
   /*! \brief float16, bfloat16 or float32. */
   kernels::DType FloatDType(const char* name, const TensorView& tensor) const;
   void DType(const char* name, const TensorView& tensor, DLDataType expected) const;
+  /*! \brief Those of FloatDType, and float8_e4m3fn and float8_e5m2. */
+  kernels::DType StoredDType(const char* name, const TensorView& tensor) const;
+  /*! \brief Keys or values of a call: of q's dtype, or 8-bit. */
+  kernels::DType KVDType(const char* name, const TensorView& tensor, DLDataType q_dtype) const;
+  /*! \brief For functions with a plan: keys of q's dtype; for 8-bit ones it says what serves them.
+   */
+  void PlannedKVDType(const char* name, const TensorView& tensor, DLDataType q_dtype) const;
   /*! \brief A contiguous uint8 tensor. */
   void Workspace(const char* name, const TensorView& tensor) const;
 

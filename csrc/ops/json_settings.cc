@@ -87,6 +87,15 @@ double JsonSettings::PositiveNumber(const char* name, std::optional<double> othe
   return *number;
 }
 
+double JsonSettings::Scale(const char* name) const {
+  const double scale = PositiveNumber(name, 1.0);
+  if (!std::isnormal(static_cast<float>(scale))) {
+    Fail(std::string("has a `") + name + "` of " + tvm_flashinfer::ops::Text(scale) +
+         ", which float32 does not hold");
+  }
+  return scale;
+}
+
 int64_t JsonSettings::PositiveInteger(const char* name, int64_t otherwise) const {
   if (!Has(name)) return otherwise;
   const double number = PositiveNumber(name);

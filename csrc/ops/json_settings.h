@@ -29,6 +29,8 @@ class JsonSettings {
   /*! \brief A finite number, 0 or more, or above 0; `otherwise` where the setting is missing. */
   double NumberFromZero(const char* name, double otherwise) const;
   double PositiveNumber(const char* name, std::optional<double> otherwise = std::nullopt) const;
+  /*! \brief A positive number that float32 holds as a normal one, or 1. */
+  double Scale(const char* name) const;
   /*! \brief An integer from 1 to INT32_MAX. */
   int64_t PositiveInteger(const char* name, int64_t otherwise) const;
   /*! \brief An integer from 0 to INT32_MAX. */

@@ -87,6 +87,7 @@ Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary
                             String rope_scaling);
 
 void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView position_map);
+Function BindAppendPagedKVCache(String options);
 void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length);
 void CompactKVCopy(TensorView pages, TensorView copy_length_indptr, TensorView src_dst_pos,
                    int64_t batch_size);
@@ -94,6 +95,7 @@ void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorV
                 int64_t layer_id);
 
 void AppendPagedMLAKVCache(TensorView pages, TensorView kv, TensorView position_map);
+Function BindAppendPagedMLAKVCache(String options);
 void CopySinglePageMLA(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length);
 void DebugGetKVMLA(TensorView pages, TensorView position_map, TensorView kv, int64_t layer_id);
 

@@ -3,6 +3,7 @@
 
 #include "../kernels/cpu/kernels.h"
 #include "cuda_kernels.h"
+#include "json_settings.h"
 #include "ops.h"
 
 namespace tvm_flashinfer {
@@ -13,13 +14,16 @@ namespace {
 kernels::PagePool ReadPool(const Checker& check, const TensorView& pages) {
   const char* meaning = "(num_pages, 2, num_kv_heads, page_size, head_dim)";
   check.Device("pages", pages);
-  const kernels::DType dtype = check.FloatDType("pages", pages);
+  const kernels::DType dtype = check.StoredDType("pages", pages);
   check.Rank("pages", pages, 5, meaning);
   check.Shape("pages", pages, {pages.size(0), 2, pages.size(2), pages.size(3), pages.size(4)},
               meaning);
   check.Sizes32("pages", pages);
   check.Contiguous("pages", pages);
   check.Positive("page_size", pages.size(3));
+  if (kernels::IsFloat8(dtype) && !IsCPU(pages.device())) {
+    check.FailValue("float8 pages are served on CPU alone so far");
+  }
   return {dtype,
           pages.size(0),
           static_cast<int32_t>(pages.size(2)),
@@ -31,7 +35,7 @@ kernels::PagePool ReadPool(const Checker& check, const TensorView& pages) {
 /*! \brief The pool of latent attention, whose moves have no CUDA kernels yet. */
 kernels::RowPool ReadRowPool(const Checker& check, const TensorView& pages) {
   check.Device("pages", pages);
-  const kernels::DType dtype = check.FloatDType("pages", pages);
+  const kernels::DType dtype = check.StoredDType("pages", pages);
   check.Rank("pages", pages, 3, "(num_pages, page_size, head_dim)");
   check.Sizes32("pages", pages);
   check.Contiguous("pages", pages);
@@ -70,28 +74,94 @@ void CheckRange(const Checker& check, const char* name, int64_t value, int64_t l
   check.FailValue(message.str());
 }
 
-}  // namespace
+/*! \brief The dtype of rows for pages: that of the pages, or a wider one where those are 8-bit. */
+kernels::DType RowDType(const Checker& check, const char* name, const TensorView& rows,
+                        const TensorView& pages, kernels::DType pool, bool is_scaled) {
+  const bool same =
+      rows.dtype().code == pages.dtype().code && rows.dtype().bits == pages.dtype().bits;
+  if (!kernels::IsFloat8(pool)) {
+    check.DType(name, rows, pages.dtype());
+    if (is_scaled) {
+      check.FailValue(Text("`pages` is ", DTypeText(pages.dtype()),
+                           ", but scales are bound; they are for float8 pages, leave them out"));
+    }
+  } else if (same && is_scaled) {
+    check.FailValue(Text("`", name, "` is ", DTypeText(rows.dtype()),
+                         " as `pages` is, and such rows are copied as they are, but scales are "
+                         "bound; leave them out, or pass the rows before they are made 8-bit"));
+  }
+  return same ? pool : check.FloatDType(name, rows);
+}
 
-void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView position_map) {
+struct KVScales {
+  double k = 1;
+  double v = 1;
+};
+
+void Append(const KVScales& scales, const TensorView& pages, const TensorView& k,
+            const TensorView& v, const TensorView& position_map) {
   const Checker check("append_paged_kv_cache");
   const kernels::PagePool pool = ReadPool(check, pages);
   const DLDevice device = pages.device();
   const char* meaning = "(n, num_kv_heads, head_dim)";
+  const kernels::DType dtype =
+      RowDType(check, "k", k, pages, pool.dtype, scales.k != 1 || scales.v != 1);
   check.Rank("k", k, 3, meaning);
   const int64_t n = k.size(0);
-  check.Data("k", k, device, pages.dtype(), {n, pool.num_kv_heads, pool.head_dim}, meaning);
-  check.Data("v", v, device, pages.dtype(), {n, pool.num_kv_heads, pool.head_dim}, meaning);
+  check.Data("k", k, device, k.dtype(), {n, pool.num_kv_heads, pool.head_dim}, meaning);
+  check.Data("v", v, device, k.dtype(), {n, pool.num_kv_heads, pool.head_dim}, meaning);
   check.IndexVector("position_map", position_map, n, "(n,)");
   check.OnDevice("position_map", position_map, device);
   check.NoOverlap("pages", pages, {{"k", k}, {"v", v}, {"position_map", position_map}});
   CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/true);
-  const kernels::AppendArgs args{pool, n, DataOf(k), DataOf(v), DataOf<int32_t>(position_map)};
+  const kernels::AppendArgs args{pool,
+                                 n,
+                                 DataOf(k),
+                                 DataOf(v),
+                                 DataOf<int32_t>(position_map),
+                                 dtype,
+                                 static_cast<float>(scales.k),
+                                 static_cast<float>(scales.v)};
   if (IsCPU(device)) {
     kernels::cpu::AppendPagedKVCache(args);
     return;
   }
   auto run = RequireCommon<kernels::cuda::AppendFn>(check, "append_paged_kv_cache", device);
   Launch(check, run, args, CurrentStream(device));
+}
+
+void AppendMLA(double scale, const TensorView& pages, const TensorView& kv,
+               const TensorView& position_map) {
+  const Checker check("append_paged_mla_kv_cache");
+  const kernels::RowPool pool = ReadRowPool(check, pages);
+  const DLDevice device = pages.device();
+  const kernels::DType dtype = RowDType(check, "kv", kv, pages, pool.dtype, scale != 1);
+  check.Rank("kv", kv, 2, "(n, head_dim)");
+  const int64_t n = kv.size(0);
+  check.Data("kv", kv, device, kv.dtype(), {n, pool.head_dim}, "(n, head_dim)");
+  check.IndexVector("position_map", position_map, n, "(n,)");
+  check.OnDevice("position_map", position_map, device);
+  check.NoOverlap("pages", pages, {{"kv", kv}, {"position_map", position_map}});
+  CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/true);
+  kernels::cpu::AppendRows(
+      {pool, n, DataOf(kv), DataOf<int32_t>(position_map), dtype, static_cast<float>(scale)});
+}
+
+}  // namespace
+
+void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView position_map) {
+  Append({}, pages, k, v, position_map);
+}
+
+Function BindAppendPagedKVCache(String options) {
+  const Checker check("bind_append_paged_kv_cache");
+  const JsonSettings settings(check, "options", options, "{\"k_scale\": 0.25}");
+  settings.AllowOnly({"k_scale", "v_scale"});
+  const KVScales scales{settings.Scale("k_scale"), settings.Scale("v_scale")};
+  return Function::FromTyped(
+      [scales](TensorView pages, TensorView k, TensorView v, TensorView position_map) {
+        Append(scales, pages, k, v, position_map);
+      });
 }
 
 void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length) {
@@ -182,17 +252,17 @@ void DebugGetKV(TensorView pages, TensorView position_map, TensorView k, TensorV
 }
 
 void AppendPagedMLAKVCache(TensorView pages, TensorView kv, TensorView position_map) {
-  const Checker check("append_paged_mla_kv_cache");
-  const kernels::RowPool pool = ReadRowPool(check, pages);
-  const DLDevice device = pages.device();
-  check.Rank("kv", kv, 2, "(n, head_dim)");
-  const int64_t n = kv.size(0);
-  check.Data("kv", kv, device, pages.dtype(), {n, pool.head_dim}, "(n, head_dim)");
-  check.IndexVector("position_map", position_map, n, "(n,)");
-  check.OnDevice("position_map", position_map, device);
-  check.NoOverlap("pages", pages, {{"kv", kv}, {"position_map", position_map}});
-  CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/true);
-  kernels::cpu::AppendRows({pool, n, DataOf(kv), DataOf<int32_t>(position_map)});
+  AppendMLA(1, pages, kv, position_map);
+}
+
+Function BindAppendPagedMLAKVCache(String options) {
+  const Checker check("bind_append_paged_mla_kv_cache");
+  const JsonSettings settings(check, "options", options, "{\"kv_scale\": 0.25}");
+  settings.AllowOnly({"kv_scale"});
+  const double scale = settings.Scale("kv_scale");
+  return Function::FromTyped([scale](TensorView pages, TensorView kv, TensorView position_map) {
+    AppendMLA(scale, pages, kv, position_map);
+  });
 }
 
 void CopySinglePageMLA(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length) {

@@ -16,6 +16,7 @@ from calls import Args, passed
 from device_tensors import DeviceTensor, numpy_dtype, poisoned, synchronize, to_device
 
 PAGED = ("prefill_paged", "decode_paged", "tree_paged", "mask_paged")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def needs_cache_kernel(device: Any, dtype: str, head_dim: int) -> None:
@@ -36,6 +37,7 @@ class CacheSpec:
     head_dim_vo: int | None = None
     page_size: int = 16
     dtype: str = "float16"
+    kv_dtype: str | None = None
     sliding: Sequence[tuple[int, int]] | None = None
     sm_scale: float | None = None
     rotary_mode: int = 0
@@ -46,6 +48,11 @@ class CacheSpec:
     masks: Sequence[np.ndarray] | None = None
     sinks: np.ndarray | None = None
     alibi_slopes: np.ndarray | None = None
+
+    @property
+    def stored(self) -> str:
+        """The dtype of keys and values."""
+        return self.kv_dtype or self.dtype
 
     @property
     def rows(self) -> list[int]:
@@ -130,6 +137,8 @@ class CacheBatch:
             part = slice(rows[b], rows[b + 1])
             what = f"request {b} of {self.spec.slot} ({len(self.q[part])} rows, {len(k)} keys)"
             extras = self.extras(b)
+            if self.spec.kv_dtype is not None:
+                k, v = dequantized(self.spec, k, v)
             assert_request(o[part], lse[part], self.q[part], k, v, extras, self.spec.scale, what)
         return o, lse
 
@@ -137,6 +146,17 @@ class CacheBatch:
         """Call and check."""
         self.call(ops)
         return self.check()
+
+
+def dequantized(spec: CacheSpec, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The true keys and values, exactly."""
+    scales = [spec.options.get(name, 1.0) for name in ("k_scale", "v_scale")]
+    return k.astype(np.float64) * scales[0], v.astype(np.float64) * scales[1]
+
+
+def quantized(rng: np.random.Generator, shape: Sequence[int], dtype: str, scale: float) -> Any:
+    """What stands for standard normal values in an 8-bit dtype."""
+    return (normal(rng, shape, "float32") / np.float32(scale)).astype(numpy_dtype(dtype))
 
 
 def _ints(values: Any, device: Any) -> DeviceTensor:
@@ -155,7 +175,7 @@ def _pages(
     indices = rng.permutation(num_pages)[: sum(counts)].astype(np.int32)
     indptr = indptr_of(counts)
     heads, d = spec.heads[1], spec.head_dim
-    pool = np.full((num_pages, 2, heads, size, d), np.nan, numpy_dtype(spec.dtype))
+    pool = np.full((num_pages, 2, heads, size, d), np.nan, numpy_dtype(spec.stored))
     for b, (offset, sink) in enumerate(sliding):
         mine = indices[indptr[b] : indptr[b + 1]]
         j = np.arange(len(keys[b]))
@@ -176,8 +196,11 @@ def make_cache_batch(rng: np.random.Generator, device: Any, spec: CacheSpec) -> 
     vo = spec.head_dim_vo or spec.head_dim
     n, batch = sum(spec.rows), len(spec.kv_lens)
     q = normal(rng, (n, hq, spec.head_dim), spec.dtype)
-    keys = [normal(rng, (m, hkv, spec.head_dim), spec.dtype) for m in spec.kv_lens]
-    values = [normal(rng, (m, hkv, vo), spec.dtype) for m in spec.kv_lens]
+    scales = [spec.options.get(name, 1.0) for name in ("k_scale", "v_scale")]
+    keys, values = (
+        [quantized(rng, (m, hkv, d), spec.stored, scale) for m in spec.kv_lens]
+        for d, scale in zip((spec.head_dim, vo), scales, strict=True)
+    )
     q_positions = rng.integers(0, 3000, n).astype(np.int32)
     k_positions = rng.integers(0, 2000, batch).astype(np.int32)
     args: Args = {"q": to_device(q, device)}
@@ -198,10 +221,10 @@ def make_cache_batch(rng: np.random.Generator, device: Any, spec: CacheSpec) -> 
         args.update(k_rope_pos_offset=at_k, q_rope_position=at_q)
     else:
         args["k"] = to_device(
-            np.concatenate([normal(rng, (0, hkv, spec.head_dim), spec.dtype), *keys]), device
+            np.concatenate([normal(rng, (0, hkv, spec.head_dim), spec.stored), *keys]), device
         )
         args["v"] = to_device(
-            np.concatenate([normal(rng, (0, hkv, vo), spec.dtype), *values]), device
+            np.concatenate([normal(rng, (0, hkv, vo), spec.stored), *values]), device
         )
         args["kv_indptr"] = _ints(indptr_of(spec.kv_lens), device)
         args["q_rope_position"] = at_q

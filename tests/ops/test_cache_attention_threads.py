@@ -39,6 +39,8 @@ def digests() -> str:
         CacheSpec("tree_ragged", [200, 9], [200, 9], trees=trees, rotary_mode=1),
         CacheSpec("prefill_paged", [2500], [90], causal=1, options={"layer_window": 1200, **cap}),
         CacheSpec("mask_paged", [1200, 3000], [150, 5], masks=masks),
+        CacheSpec("prefill_paged", [3000, 70], [3, 40], kv_dtype="float8_e4m3fn", causal=1),
+        CacheSpec("prefill_ragged", [70], [40], kv_dtype="float8_e5m2", dtype="bfloat16"),
     ]
     lines = []
     for spec in specs:

@@ -144,6 +144,16 @@ def _attn_kind(config: PagedKVCacheConfig) -> list[str]:
     return []
 
 
+def _dtype(config: PagedKVCacheConfig) -> list[str]:
+    if not config.dtype.startswith("float8"):
+        return []
+    return [
+        f"the dtype is {config.dtype}; TVM's cache gives queries and outputs the dtype of its "
+        "pages. 8-bit pages are served by flashinfer.bind_attention and "
+        "flashinfer.bind_append_paged_kv_cache, without TVM's cache"
+    ]
+
+
 def _heads(config: PagedKVCacheConfig) -> list[str]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads > 0 and heads > 0 and heads % kv_heads == 0:
@@ -255,7 +265,7 @@ def _layer_window(config: PagedKVCacheConfig) -> list[str]:
 
 
 def _cpu_reasons(config: PagedKVCacheConfig) -> list[str]:
-    if config.dtype in CPU_DTYPES:
+    if config.dtype in CPU_DTYPES or _dtype(config):
         return []
     return [f"the dtype is {config.dtype}; on CPU there are {', '.join(CPU_DTYPES)}"]
 
@@ -263,6 +273,8 @@ def _cpu_reasons(config: PagedKVCacheConfig) -> list[str]:
 def _cuda_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
     if config.is_mla:
         return ["attn_kind is 'mla'; on CUDA MLA is not served yet"]
+    if _dtype(config):
+        return []  # said already
     # The value head_dim is checked above, so that the sentence names the model's own argument.
     return [
         reason
@@ -273,6 +285,7 @@ def _cuda_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
 
 _PREDICATES: tuple[Callable[[PagedKVCacheConfig], list[str]], ...] = (
     _attn_kind,
+    _dtype,
     _heads,
     _head_dims,
     _rope_mode,

@@ -86,20 +86,23 @@ class Batch {
  public:
   template <typename KV>
   Batch(const AttentionArgs& args, const KV& kv, const AttentionExtras& extras) {
+    const double unit = StoredUnit(args.kv_dtype), sm_scale = args.sm_scale * unit;
     const int64_t group = args.num_qo_heads / args.num_kv_heads;
     AttentionBlock block = {};
     block.dtype = args.dtype;
+    block.kv_dtype = args.kv_dtype;
+    block.v_scale = static_cast<float>(args.v_scale * unit);
     block.head_dim_qk = args.head_dim_qk;
     block.head_dim_vo = args.head_dim_vo;
     block.group = group;
-    block.q_factor = args.sm_scale > 0 ? 1.0f : args.sm_scale < 0 ? -1.0f : 0.0f;
-    block.score_scale = static_cast<float>(std::fabs(args.sm_scale) * kLog2E);
+    block.q_factor = sm_scale > 0 ? 1.0f : sm_scale < 0 ? -1.0f : 0.0f;
+    block.score_scale = static_cast<float>(std::fabs(sm_scale) * kLog2E);
     if (block.score_scale == 0) {
       block.q_factor = 0;
       block.score_scale = 1;
     }
     if (ReachesBlocks(extras)) {
-      SetExtras(args, extras, kv.indptr);
+      SetExtras(sm_scale, extras, kv.indptr);
       block.extras = &extras_;
       if (extras_.transforms_scores) {
         block.q_factor = 1;
@@ -113,7 +116,7 @@ class Batch {
     block.causal = args.causal;
     block.window_left = args.window_left;
     SetStrides(kv, &block.keys);
-    const int64_t size = ElementSize(args.dtype);
+    const int64_t size = ElementSize(args.dtype), kv_size = ElementSize(args.kv_dtype);
     const int64_t equal_rows = args.qo_indptr == nullptr ? args.num_rows / args.batch_size : 0;
     for (int64_t request = 0; request < args.batch_size; ++request) {
       const bool is_equal = args.qo_indptr == nullptr;
@@ -138,9 +141,9 @@ class Batch {
                   (row * block.o_stride_row + qo_head * args.head_dim_vo) * size;
         block.lse = args.lse == nullptr ? nullptr : args.lse + row * block.lse_stride_row + qo_head;
         block.keys.k =
-            static_cast<const char*>(kv.k) + (keys.k_offset + head * kv.k_stride_head) * size;
+            static_cast<const char*>(kv.k) + (keys.k_offset + head * kv.k_stride_head) * kv_size;
         block.keys.v =
-            static_cast<const char*>(kv.v) + (keys.v_offset + head * kv.v_stride_head) * size;
+            static_cast<const char*>(kv.v) + (keys.v_offset + head * kv.v_stride_head) * kv_size;
         AddBlocks(block);
       }
     }
@@ -163,11 +166,10 @@ class Batch {
   }
 
  private:
-  void SetExtras(const AttentionArgs& args, const AttentionExtras& extras,
-                 const int32_t* kv_indptr) {
+  void SetExtras(double sm_scale, const AttentionExtras& extras, const int32_t* kv_indptr) {
     extras_.args = extras;
     extras_.transforms_scores = extras.logits_soft_cap != 0 || extras.alibi_slopes != nullptr;
-    extras_.sm_scale = static_cast<float>(args.sm_scale);
+    extras_.sm_scale = static_cast<float>(sm_scale);
     extras_.kv_indptr = kv_indptr;
     if (extras.rotary_dim > 0 && extras.k_positions != nullptr) {
       offset_angles_.resize(2 * kKeyTile * OffsetStride(extras.rotary_dim));

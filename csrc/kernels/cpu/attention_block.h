@@ -60,7 +60,8 @@ struct BatchExtras {
  * r % group of the group; q, o and lse point to row 0 of the request.
  */
 struct AttentionBlock {
-  DType dtype;
+  DType dtype;  // of q and o
+  DType kv_dtype;
   int32_t head_dim_qk;
   int32_t head_dim_vo;
   int64_t group;
@@ -68,6 +69,7 @@ struct AttentionBlock {
   float q_factor;
   /*! \brief |sm_scale| log2(e), or 1 if that is 0: factor of differences of raw scores. */
   float score_scale;
+  float v_scale;
   const char* q;
   int64_t q_stride_row;
   int64_t q_stride_head;
@@ -99,7 +101,10 @@ static inline int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-static inline int64_t ElementSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+/*! \brief The value of an element over what the compiled variants read for it: see isa/float8.h. */
+static inline double StoredUnit(DType kv_dtype) {
+  return kv_dtype == DType::kFloat8E4M3 ? 256.0 : 1.0;
+}
 
 /*! \brief Chunks [FirstChunk, LastChunk) hold the keys of a block; chunk c starts at key c *
  * kKeyChunk. */

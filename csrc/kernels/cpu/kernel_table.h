@@ -35,6 +35,9 @@ struct KernelTable {
   void (*apply_sinks)(const ApplySinksArgs& args, int64_t begin, int64_t end);
   /*! \brief Split and rotate the rows [begin, end). */
   void (*split_rotary)(const SplitRotaryArgs& args, int64_t begin, int64_t end);
+  /*! \brief Write n elements divided by scale as 8-bit ones, saturated. */
+  void (*quantize_row)(DType from, DType to, const void* source, int64_t n, float scale,
+                       uint8_t* target);
 };
 
 namespace baseline {

@@ -1,7 +1,9 @@
-// Movement of tokens between tensors and the pool of pages. All dtypes are copied byte by byte.
+// Movement of tokens between tensors and the pool of pages. All dtypes are copied byte by byte, but
+// for rows that become 8-bit ones.
 #include <cstring>
 
 #include "attention_block.h"
+#include "kernel_table.h"
 #include "kernels.h"
 #include "thread_pool.h"
 
@@ -59,20 +61,39 @@ class Pool {
   char* data_;
 };
 
+/*! \brief How one row of a tensor comes into a slot. */
+struct RowWriter {
+  DType from;
+  DType to;
+  int64_t dim;
+
+  int64_t source_bytes() const { return dim * ElementSize(from); }
+
+  void Write(const char* source, float scale, char* target) const {
+    if (from == to) {
+      std::memcpy(target, source, source_bytes());
+    } else {
+      ActiveKernels().quantize_row(from, to, source, dim, scale,
+                                   reinterpret_cast<uint8_t*>(target));
+    }
+  }
+};
+
 }  // namespace
 
 void AppendPagedKVCache(const AppendArgs& args) {
   const Pool pool(args.pool);
+  const RowWriter writer = {args.dtype, args.pool.dtype, args.pool.head_dim};
   const int64_t num_heads = args.pool.num_kv_heads;
   // Parallel over planes and not over rows: should two rows name the same slot, the later one wins.
   ParallelFor(pool.num_planes(), pool.CopyCostNs(args.num_rows), [&](int64_t plane) {
     const bool is_key = plane < num_heads;
     const char* source = static_cast<const char*>(is_key ? args.k : args.v) +
-                         (is_key ? plane : plane - num_heads) * pool.row_bytes();
-    for (int64_t row = 0; row < args.num_rows; ++row, source += num_heads * pool.row_bytes()) {
+                         (is_key ? plane : plane - num_heads) * writer.source_bytes();
+    const float scale = is_key ? args.k_scale : args.v_scale;
+    for (int64_t row = 0; row < args.num_rows; ++row, source += num_heads * writer.source_bytes()) {
       const int64_t position = args.position_map[row];
-      if (!pool.Contains(position)) continue;
-      std::memcpy(pool.Slot(position, plane), source, pool.row_bytes());
+      if (pool.Contains(position)) writer.Write(source, scale, pool.Slot(position, plane));
     }
   });
 }
@@ -121,10 +142,11 @@ void ReadPages(const ReadPagesArgs& args) {
 
 void AppendRows(const AppendRowsArgs& args) {
   const Pool pool(args.pool);
+  const RowWriter writer = {args.dtype, args.pool.dtype, args.pool.head_dim};
   const char* source = static_cast<const char*>(args.rows);
-  for (int64_t row = 0; row < args.num_rows; ++row, source += pool.row_bytes()) {
+  for (int64_t row = 0; row < args.num_rows; ++row, source += writer.source_bytes()) {
     const int64_t position = args.position_map[row];
-    if (pool.Contains(position)) std::memcpy(pool.Slot(position, 0), source, pool.row_bytes());
+    if (pool.Contains(position)) writer.Write(source, args.scale, pool.Slot(position, 0));
   }
 }
 

@@ -33,6 +33,10 @@ const char* DTypeName(DType dtype) {
       return "f16";
     case DType::kBFloat16:
       return "bf16";
+    case DType::kFloat8E4M3:
+      return "e4m3";
+    case DType::kFloat8E5M2:
+      return "e5m2";
   }
   return "unknown";
 }

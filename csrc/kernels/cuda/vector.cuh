@@ -49,8 +49,6 @@ inline bool CanVectorize(int64_t row_bytes, std::initializer_list<const void*> a
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline size_t ElementSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 /*! \brief Call body(T()) with the element type of dtype. */
 template <typename Body>
 cudaError_t DispatchDType(DType dtype, const Body& body) {
@@ -61,8 +59,9 @@ cudaError_t DispatchDType(DType dtype, const Body& body) {
       return body(half());
     case DType::kBFloat16:
       return body(nv_bfloat16());
+    default:
+      return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
 }
 
 }  // namespace cuda

@@ -62,7 +62,7 @@ TFI_INLINE void LoadQuery(const AttentionBlock& block, int64_t r, QueryRotation*
  * the other, whose lanes without a row are 0.
  */
 template <typename Element>
-void LoadQueries(const AttentionBlock& block, const Scratch& scratch) {
+void LoadQueriesOf(const AttentionBlock& block, const Scratch& scratch) {
   const int64_t rows = block.row_end - block.row_begin;
   const int64_t dim = block.head_dim_qk;
   const int64_t padded_dim = RoundUp(dim, kLanes);
@@ -88,6 +88,11 @@ void LoadQueries(const AttentionBlock& block, const Scratch& scratch) {
       memcpy(lanes, &column, sizeof(column));
     }
   }
+}
+
+void LoadQueries(const AttentionBlock& block, const Scratch& scratch) {
+  DispatchFloat(block.dtype,
+                [&](auto element) { LoadQueriesOf<decltype(element)>(block, scratch); });
 }
 
 /*! \brief Order of the node that each row is; -1, which sees no node, for rows that are none. */
@@ -116,7 +121,10 @@ TFI_INLINE int64_t TileEnd(int64_t begin, int64_t end) {
   return end - begin < kKeyTile ? end : begin + kKeyTile;
 }
 
-/*! \brief Fold the keys [begin, end) into the state of few rows. Compute is Element or Float32. */
+/*!
+ * \brief Fold the keys [begin, end) into the state of few rows. Compute, in which the products read
+ * them, is FewRowsElement or Float32.
+ */
 template <typename Element, typename Compute>
 void AttendKeysFewRows(const AttentionBlock& block, const Scratch& scratch, int64_t begin,
                        int64_t end, const State& state) {
@@ -134,8 +142,8 @@ void AttendKeysFewRows(const AttentionBlock& block, const Scratch& scratch, int6
       }
       FloatRows<Element>(values, tile.begin, count, true, scratch.v, tile.v);
     } else {
-      LocateRows(keys, tile.begin, count, tile.k);
-      LocateRows(values, tile.begin, count, tile.v);
+      StoredRows<Element, Compute>(keys, tile.begin, count, scratch.k, tile.k);
+      StoredRows<Element, Compute>(values, tile.begin, count, scratch.v, tile.v);
     }
     AttendTileFewRows(block, scratch, state, tile);
   }
@@ -170,8 +178,8 @@ void AttendKeysPanels(const AttentionBlock& block, const Scratch& scratch, int64
 }
 
 template <typename Element>
-void AttendKeys(const AttentionBlock& block, const Scratch& scratch, int64_t chunk,
-                const State& state) {
+void AttendKeysOf(const AttentionBlock& block, const Scratch& scratch, int64_t chunk,
+                  const State& state) {
   ClearState(block, state);
   const int64_t chunk_begin = chunk * kKeyChunk;
   const int64_t chunk_end = chunk_begin + kKeyChunk;
@@ -179,39 +187,46 @@ void AttendKeys(const AttentionBlock& block, const Scratch& scratch, int64_t chu
   const int64_t end = block.key_end < chunk_end ? block.key_end : chunk_end;
   if (!HasFewRows(block)) {
     AttendKeysPanels<Element>(block, scratch, begin, end, state);
-  } else if (!IsRotated(block) && block.head_dim_qk % kLanes == 0 &&
-             block.head_dim_vo % kLanes == 0) {
-    AttendKeysFewRows<Element, Element>(block, scratch, begin, end, state);
+    return;
+  }
+  typedef typename FewRowsElement<Element>::Type Compute;
+  const bool whole = block.head_dim_qk % kLanes == 0 && block.head_dim_vo % kLanes == 0;
+  if (!IsRotated(block) && (whole || !kSame<Compute, Element>)) {
+    AttendKeysFewRows<Element, Compute>(block, scratch, begin, end, state);
   } else {
     AttendKeysFewRows<Element, Float32>(block, scratch, begin, end, state);
   }
 }
 
-template <typename Element>
-void AttendBlockOf(const AttentionBlock& block, float* memory) {
+void AttendKeys(const AttentionBlock& block, const Scratch& scratch, int64_t chunk,
+                const State& state) {
+  DispatchKeys(block.kv_dtype, [&](auto element) {
+    AttendKeysOf<decltype(element)>(block, scratch, chunk, state);
+  });
+}
+
+void AttendBlock(const AttentionBlock& block, float* memory) {
   const Scratch scratch = ScratchAt(block, memory);
   const State total = StateAt(block, scratch.total);
   const State part = StateAt(block, scratch.part);
   ClearState(block, total);
   FindBounds(block, scratch);
-  if (FirstChunk(block) < LastChunk(block)) LoadQueries<Element>(block, scratch);
+  if (FirstChunk(block) < LastChunk(block)) LoadQueries(block, scratch);
   for (int64_t chunk = FirstChunk(block); chunk < LastChunk(block); ++chunk) {
-    AttendKeys<Element>(block, scratch, chunk, part);
+    AttendKeys(block, scratch, chunk, part);
     FoldState(block, total, part, scratch);
   }
-  FinishState<Element>(block, total);
+  FinishState(block, total);
 }
 
-template <typename Element>
-void AttendChunkOf(const AttentionBlock& block, int64_t chunk, float* state, float* memory) {
+void AttendChunk(const AttentionBlock& block, int64_t chunk, float* state, float* memory) {
   const Scratch scratch = ScratchAt(block, memory);
   FindBounds(block, scratch);
-  LoadQueries<Element>(block, scratch);
-  AttendKeys<Element>(block, scratch, chunk, StateAt(block, state));
+  LoadQueries(block, scratch);
+  AttendKeys(block, scratch, chunk, StateAt(block, state));
 }
 
-template <typename Element>
-void FoldChunksOf(const AttentionBlock& block, const float* states, float* memory) {
+void FoldChunks(const AttentionBlock& block, const float* states, float* memory) {
   const Scratch scratch = ScratchAt(block, memory);
   const State total = StateAt(block, scratch.total);
   ClearState(block, total);
@@ -219,40 +234,7 @@ void FoldChunksOf(const AttentionBlock& block, const float* states, float* memor
     FoldState(block, total, StateAt(block, const_cast<float*>(states)), scratch);
     states += StateFloats(block);
   }
-  FinishState<Element>(block, total);
-}
-
-void AttendBlock(const AttentionBlock& block, float* scratch) {
-  switch (block.dtype) {
-    case DType::kFloat32:
-      return AttendBlockOf<Float32>(block, scratch);
-    case DType::kFloat16:
-      return AttendBlockOf<Float16>(block, scratch);
-    case DType::kBFloat16:
-      return AttendBlockOf<BFloat16>(block, scratch);
-  }
-}
-
-void AttendChunk(const AttentionBlock& block, int64_t chunk, float* state, float* scratch) {
-  switch (block.dtype) {
-    case DType::kFloat32:
-      return AttendChunkOf<Float32>(block, chunk, state, scratch);
-    case DType::kFloat16:
-      return AttendChunkOf<Float16>(block, chunk, state, scratch);
-    case DType::kBFloat16:
-      return AttendChunkOf<BFloat16>(block, chunk, state, scratch);
-  }
-}
-
-void FoldChunks(const AttentionBlock& block, const float* states, float* scratch) {
-  switch (block.dtype) {
-    case DType::kFloat32:
-      return FoldChunksOf<Float32>(block, states, scratch);
-    case DType::kFloat16:
-      return FoldChunksOf<Float16>(block, states, scratch);
-    case DType::kBFloat16:
-      return FoldChunksOf<BFloat16>(block, states, scratch);
-  }
+  FinishState(block, total);
 }
 
 }  // namespace

@@ -117,7 +117,7 @@ TFI_INLINE RowEnd EndOfRow(const AttentionBlock& block, int64_t head, float top,
 
 /*! \brief Write o and lse of the block. */
 template <typename Element>
-void FinishState(const AttentionBlock& block, const State& total) {
+void FinishStateOf(const AttentionBlock& block, const State& total) {
   typedef typename Element::Raw Raw;
   for (int64_t r = block.row_begin; r < block.row_end; ++r) {
     const int64_t query = r / block.group;
@@ -128,17 +128,22 @@ void FinishState(const AttentionBlock& block, const State& total) {
     Raw* target =
         reinterpret_cast<Raw*>(block.o) + query * block.o_stride_row + head * block.head_dim_vo;
     const Vec divisor = Broadcast(end.divisor);
+    const Vec v_scale = Broadcast(block.v_scale);
     int64_t d = 0;
     for (; d + kLanes <= block.head_dim_vo; d += kLanes) {
-      Element::StoreVec(target + d, Load(o + d) / divisor);
+      Element::StoreVec(target + d, Load(o + d) / divisor * v_scale);
     }
     if (d < block.head_dim_vo) {
-      StorePart<Element>(target + d, block.head_dim_vo - d, Load(o + d) / divisor);
+      StorePart<Element>(target + d, block.head_dim_vo - d, Load(o + d) / divisor * v_scale);
     }
     if (block.lse != nullptr) {
       block.lse[query * block.lse_stride_row + head] = end.lse;
     }
   }
+}
+
+void FinishState(const AttentionBlock& block, const State& total) {
+  DispatchFloat(block.dtype, [&](auto element) { FinishStateOf<decltype(element)>(block, total); });
 }
 
 }  // namespace

@@ -10,6 +10,11 @@ namespace cpu {
 namespace TVM_FLASHINFER_ISA {
 namespace {
 
+template <typename A, typename B>
+constexpr bool kSame = false;
+template <typename A>
+constexpr bool kSame<A, A> = true;
+
 struct Float32 {
   typedef float Raw;
   TFI_INLINE Vec LoadVec(const Raw* p) { return Load(p); }
@@ -47,27 +52,27 @@ struct BFloat16 {
 
 struct Float16 {
   typedef uint16_t Raw;
+  TFI_INLINE Vec LoadVec(const Raw* p) {
+    return FromBits(*reinterpret_cast<const HalfVecUnaligned*>(p));
+  }
 #if defined(__AVX512F__)
   // Masked for the same reason as Widen.
-  TFI_INLINE Vec LoadVec(const Raw* p) {
-    return (Vec)_mm512_maskz_cvtph_ps(0xffff,
-                                      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  TFI_INLINE Vec FromBits(HalfVec half) {
+    return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)half);
   }
   TFI_INLINE void StoreVec(Raw* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
   }
 #elif defined(__AVX2__)
-  TFI_INLINE Vec LoadVec(const Raw* p) {
-    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
+  TFI_INLINE Vec FromBits(HalfVec half) { return (Vec)_mm256_cvtph_ps((__m128i)half); }
   TFI_INLINE void StoreVec(Raw* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
   }
 #else
-  TFI_INLINE Vec LoadVec(const Raw* p) {
-    const UVec half = Widen(p);
+  TFI_INLINE Vec FromBits(HalfVec bits16) {
+    const UVec half = __builtin_convertvector(bits16, UVec);
     const UVec sign = (half & 0x8000) << 16;
     const UVec magnitude = half & 0x7fff;
     // Move the exponent from bias 15 to bias 127; infinity and NaN get the largest exponent.
@@ -94,6 +99,21 @@ struct Float16 {
   }
 #endif
 };
+
+/*! \brief Call body(Element()) for the dtype of queries and outputs. */
+template <typename Body>
+TFI_INLINE void DispatchFloat(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(Float32());
+    case DType::kFloat16:
+      return body(Float16());
+    case DType::kBFloat16:
+      return body(BFloat16());
+    default:
+      return;  // refused by the ops layer
+  }
+}
 
 /*! \brief The first n < kLanes elements; the other lanes are 0. */
 template <typename Element>

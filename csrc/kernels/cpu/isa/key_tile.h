@@ -3,7 +3,7 @@
 #define TVM_FLASHINFER_KERNELS_CPU_ISA_KEY_TILE_H_
 
 #include "../attention_block.h"
-#include "elements.h"
+#include "float8.h"
 
 namespace tvm_flashinfer {
 namespace kernels {
@@ -34,11 +34,6 @@ TFI_INLINE RowSource ValuesOf(const AttentionBlock& block) {
   return {keys.v,         keys.v_stride_page, keys.v_stride_slot, keys.pages,
           keys.page_size, keys.sink_size,     keys.slot_shift,    block.head_dim_vo};
 }
-
-template <typename A, typename B>
-constexpr bool kSame = false;
-template <typename A>
-constexpr bool kSame<A, A> = true;
 
 /*!
  * \brief Call visit(i, row) for the stored rows begin + i, 0 <= i < count, and for no other: slots
@@ -98,6 +93,25 @@ TFI_INLINE void FloatRows(const RowSource& source, int64_t begin, int64_t count,
     }
   }
   ConvertRows<Element>(source, begin, count, scratch, rows);
+}
+
+/*!
+ * \brief Let rows[i] point to row begin + i in the dtype Stored, from which LoadVec is cheap: where
+ * it is, or, of 8-bit rows, in scratch, padded to whole vectors with 0.
+ */
+template <typename Element, typename Stored>
+TFI_INLINE void StoredRows(const RowSource& source, int64_t begin, int64_t count, float* scratch,
+                           const typename Stored::Raw** rows) {
+  if constexpr (kSame<Element, Stored>) {
+    LocateRows(source, begin, count, rows);
+  } else {
+    uint16_t* const halves = reinterpret_cast<uint16_t*>(scratch);
+    const int64_t stride = RoundUp(source.dim, 2 * kMaxLanes);
+    ForEachRow<uint8_t>(source, begin, count, [&](int64_t i, const uint8_t* row) {
+      WidenRow<Element>(row, source.dim, halves + i * stride);
+      rows[i] = halves + i * stride;
+    });
+  }
 }
 
 /*! \brief Whether the first dim elements, a multiple of kLanes, of all rows are finite. */

@@ -53,14 +53,8 @@ void MergeStatesOf(const MergeStateArgs& args, int64_t begin, int64_t end) {
 }
 
 void MergeStates(const MergeStateArgs& args, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return MergeStatesOf<Float32>(args, begin, end);
-    case DType::kFloat16:
-      return MergeStatesOf<Float16>(args, begin, end);
-    case DType::kBFloat16:
-      return MergeStatesOf<BFloat16>(args, begin, end);
-  }
+  DispatchFloat(args.dtype,
+                [&](auto element) { MergeStatesOf<decltype(element)>(args, begin, end); });
 }
 
 }  // namespace

@@ -193,14 +193,8 @@ void SplitRotaryOf(const SplitRotaryArgs& args, int64_t begin, int64_t end) {
 }
 
 void SplitRotary(const SplitRotaryArgs& args, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return SplitRotaryOf<Float32>(args, begin, end);
-    case DType::kFloat16:
-      return SplitRotaryOf<Float16>(args, begin, end);
-    case DType::kBFloat16:
-      return SplitRotaryOf<BFloat16>(args, begin, end);
-  }
+  DispatchFloat(args.dtype,
+                [&](auto element) { SplitRotaryOf<decltype(element)>(args, begin, end); });
 }
 
 }  // namespace

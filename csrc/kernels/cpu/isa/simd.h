@@ -47,10 +47,12 @@ typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
 typedef float FourFloats __attribute__((vector_size(16)));
 typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
 // For memory of any alignment.
 typedef float VecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t IVecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef uint16_t HalfVecUnaligned __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+typedef uint8_t ByteVecUnaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
 TFI_INLINE Vec Load(const float* p) { return *reinterpret_cast<const VecUnaligned*>(p); }
 TFI_INLINE void Store(float* p, Vec v) { *reinterpret_cast<VecUnaligned*>(p) = v; }

@@ -42,14 +42,8 @@ void ApplySinksOf(const ApplySinksArgs& args, int64_t begin, int64_t end) {
 }
 
 void ApplySinks(const ApplySinksArgs& args, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return ApplySinksOf<Float32>(args, begin, end);
-    case DType::kFloat16:
-      return ApplySinksOf<Float16>(args, begin, end);
-    case DType::kBFloat16:
-      return ApplySinksOf<BFloat16>(args, begin, end);
-  }
+  DispatchFloat(args.dtype,
+                [&](auto element) { ApplySinksOf<decltype(element)>(args, begin, end); });
 }
 
 }  // namespace

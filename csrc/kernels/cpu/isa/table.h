@@ -1,6 +1,7 @@
 // The kernel table of one instruction set. isa/*.cc define TVM_FLASHINFER_ISA and include this.
 #include "../kernel_table.h"
 #include "attention.h"
+#include "float8.h"
 #include "merge.h"
 #include "rotary.h"
 #include "sinks.h"
@@ -10,8 +11,15 @@ namespace kernels {
 namespace cpu {
 namespace TVM_FLASHINFER_ISA {
 
-const KernelTable kKernelTable = {TVM_FLASHINFER_ISA_NAME, AttendBlock, AttendChunk, FoldChunks,
-                                  RotaryOffsets,           MergeStates, ApplySinks,  SplitRotary};
+const KernelTable kKernelTable = {TVM_FLASHINFER_ISA_NAME,
+                                  AttendBlock,
+                                  AttendChunk,
+                                  FoldChunks,
+                                  RotaryOffsets,
+                                  MergeStates,
+                                  ApplySinks,
+                                  SplitRotary,
+                                  QuantizeRow};
 
 }  // namespace TVM_FLASHINFER_ISA
 }  // namespace cpu
