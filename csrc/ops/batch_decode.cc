@@ -40,7 +40,8 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
   }
   if (logits_soft_cap != 0) {
     check.FailValue("`logits_soft_cap` is " + std::to_string(logits_soft_cap) +
-                    ", expected 0: no kernel here caps logits yet");
+                    ", expected 0: the kernels with a plan do not cap logits; "
+                    "flashinfer.bind_attention_decode_paged does, with the option logits_soft_cap");
   }
   const kernels::DType dtype = check.FloatDType("empty_q", empty_q);
   check.PlannedKVDType("empty_kv", empty_kv, empty_q.dtype());

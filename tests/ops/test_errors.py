@@ -143,7 +143,7 @@ def test_prefill_plan(paged, case):
         bad("rank 2", "page_indptr", cut(lambda a: a[None])),
         bad("not monotone", "page_indptr", edit(1, 6), ValueError, "page_indptr", r"\b[12]\b"),
         bad("first", "page_indptr", edit(0, 1)),
-        bad("cap", "logits_soft_cap", value(30.0), UNSUPPORTED),
+        bad("cap", "logits_soft_cap", value(30.0), ValueError, "bind_attention_decode_paged"),
         bad("int32", "empty_q", dtype("int32"), TypeError),
         bad("another", "empty_kv", dtype("float32"), TypeError),
     ],
