@@ -35,6 +35,8 @@ class Extras:
         0 for none.
     alibi_slopes, sinks : numpy.ndarray, optional
         One value per query head.
+    alibi_by_position : bool
+        Slopes multiply positions of keys less those of rows, not the distance from the diagonal.
     rope : dict, optional
         Keywords of `rotate`; queries and keys are rotated with it.
     q_positions, k_positions : numpy.ndarray, optional
@@ -49,6 +51,7 @@ class Extras:
     soft_cap: float = 0.0
     alibi_slopes: np.ndarray | None = None
     sinks: np.ndarray | None = None
+    alibi_by_position: bool = False
     rope: dict[str, Any] | None = None
     q_positions: np.ndarray | None = field(default=None, repr=False)
     k_positions: np.ndarray | None = field(default=None, repr=False)
@@ -163,6 +166,8 @@ def _attend(
         s = real(extras.soft_cap) * np.tanh(s / real(extras.soft_cap))
     if extras.alibi_slopes is not None:
         distance = np.arange(len(k))[None, :] - np.arange(n)[:, None] - len(k) + n
+        if extras.alibi_by_position:
+            distance = extras.k_positions[None, :] - extras.q_positions[:, None]
         s = s + extras.alibi_slopes.astype(real)[:, None, None] * distance.astype(real)
     s = np.where(seen[None], s, -np.inf)
     if extras.sinks is not None:

@@ -147,7 +147,9 @@ struct AttentionExtras {
 
   double logits_soft_cap;     // 0 for none
   const float* alibi_slopes;  // (num_qo_heads,), or null
-  const float* sinks;         // (num_qo_heads,), or null
+  /*! \brief Slopes multiply the position of the key less that of the row, as given below. */
+  bool alibi_by_position;
+  const float* sinks;  // (num_qo_heads,), or null
 
   /*!
    * \brief Rotary embedding of q and k inside attention; pairs and angles as in SplitRotaryArgs.

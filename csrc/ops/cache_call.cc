@@ -21,7 +21,7 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
     settings.AllowOnly({"window_left", "logits_soft_cap", "k_scale", "v_scale"});
   } else {
     settings.AllowOnly({"layer_window", "window_left", "rotary_dim", "rope_scaling",
-                        "logits_soft_cap", "k_scale", "v_scale"});
+                        "logits_soft_cap", "k_scale", "v_scale", "alibi_by_position"});
   }
   k_scale_ = settings.Scale(slot == CacheSlot::kMLA ? "kv_scale" : "k_scale");
   v_scale_ = settings.Scale(slot == CacheSlot::kMLA ? "kv_scale" : "v_scale");
@@ -41,6 +41,10 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
   rotary_dim_ = settings.PositiveInteger("rotary_dim", 0);
   if (rotary_dim_ % 2 != 0) settings.Fail("has an odd `rotary_dim`");
   logits_soft_cap_ = settings.NumberFromZero("logits_soft_cap", 0);
+  alibi_by_position_ = settings.Flag("alibi_by_position");
+  if (alibi_by_position_ && !alibi_slopes_.has_value()) {
+    settings.Fail("has an `alibi_by_position` without `alibi_slopes`, which bind_attention takes");
+  }
   const std::string rope_scaling = settings.ObjectText("rope_scaling");
   frequencies_ = std::make_unique<RopeFrequencyCache>(rope_scaling);
   // What is wrong with the settings shows now and not in the first call; longrope has factors,
@@ -330,15 +334,26 @@ void CacheCall::SetRotary(const RotaryInputs& rotary) {
     check_.FailValue(Text("`rotary_mode` is ", rotary.rotary_mode,
                           ", expected 0 (queries and keys come rotated) or 1 (inside attention)"));
   }
+  extras_.alibi_by_position = bound_.alibi_by_position();
+  if (extras_.alibi_by_position && bound_.slot() == CacheSlot::kTreePaged) {
+    check_.FailValue(
+        "a token tree over pages has nodes of earlier steps, whose positions no argument tells, "
+        "and "
+        "`alibi_by_position` needs them; give the whole tree in one step");
+  }
+  if (rotary.rotary_mode == 0 && !extras_.alibi_by_position) return;
+  if (!rotary.k_positions.has_value() && num_kv_tokens_ > args_.num_rows) {
+    check_.FailValue(Text("`k` has ", num_kv_tokens_, " tokens, but there are positions of ",
+                          args_.num_rows, " rows only; in a tree every key is a row"));
+  }
+  extras_.q_positions = DataOf<int32_t>(rotary.q_positions);
+  extras_.k_positions =
+      rotary.k_positions.has_value() ? DataOf<int32_t>(rotary.k_positions.value()) : nullptr;
   if (rotary.rotary_mode == 0) return;
   const int64_t rotary_dim = bound_.rotary_dim() == 0 ? args_.head_dim_qk : bound_.rotary_dim();
   if (rotary_dim > args_.head_dim_qk) {
     check_.FailValue(Text("`rotary_dim` is ", rotary_dim, ", head_dim is ", args_.head_dim_qk,
                           "; it can be head_dim at most"));
-  }
-  if (!rotary.k_positions.has_value() && num_kv_tokens_ > args_.num_rows) {
-    check_.FailValue(Text("`k` has ", num_kv_tokens_, " tokens, but there are positions of ",
-                          args_.num_rows, " rows only; in a tree every key is a row"));
   }
   frequencies_ = bound_.frequencies().Get(check_, rotary.rope_theta, rotary.rope_scale, rotary_dim);
   extras_.rotary_dim = static_cast<int32_t>(rotary_dim);
@@ -346,9 +361,6 @@ void CacheCall::SetRotary(const RotaryInputs& rotary) {
   extras_.magnitude = frequencies_->magnitude;
   extras_.inv_freq = frequencies_->inv_freq.data();
   extras_.inv_freq_second = frequencies_->second();
-  extras_.q_positions = DataOf<int32_t>(rotary.q_positions);
-  extras_.k_positions =
-      rotary.k_positions.has_value() ? DataOf<int32_t>(rotary.k_positions.value()) : nullptr;
 }
 
 void CacheCall::Run() {

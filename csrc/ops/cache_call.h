@@ -57,6 +57,7 @@ class BoundAttention {
   /*! \brief The true key is k_scale times the stored one; 1 unless keys are 8-bit. */
   double k_scale() const { return k_scale_; }
   double v_scale() const { return v_scale_; }
+  bool alibi_by_position() const { return alibi_by_position_; }
   const Optional<Tensor>& sinks() const { return sinks_; }
   const Optional<Tensor>& alibi_slopes() const { return alibi_slopes_; }
   RopeFrequencyCache& frequencies() const { return *frequencies_; }
@@ -70,6 +71,7 @@ class BoundAttention {
   double logits_soft_cap_ = 0;
   double k_scale_ = 1;
   double v_scale_ = 1;
+  bool alibi_by_position_ = false;
   Optional<Tensor> sinks_;
   Optional<Tensor> alibi_slopes_;
   std::unique_ptr<RopeFrequencyCache> frequencies_;

@@ -54,6 +54,13 @@ void JsonSettings::AllowOnly(std::initializer_list<const char*> names) const {
   }
 }
 
+bool JsonSettings::Flag(const char* name) const {
+  if (!Has(name)) return false;
+  const std::optional<bool> flag = Value(name).as<bool>();
+  if (!flag.has_value()) Fail(std::string("has a `") + name + "` that is neither true nor false");
+  return *flag;
+}
+
 std::string JsonSettings::Text(const char* name, const char* otherwise) const {
   if (!Has(name)) return otherwise;
   auto text = Value(name).try_cast<String>();

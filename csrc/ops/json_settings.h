@@ -25,6 +25,8 @@ class JsonSettings {
   /*! \brief Raise when there is a setting of another name. */
   void AllowOnly(std::initializer_list<const char*> names) const;
 
+  /*! \brief true or false; false where the setting is missing. */
+  bool Flag(const char* name) const;
   std::string Text(const char* name, const char* otherwise) const;
   /*! \brief A finite number, 0 or more, or above 0; `otherwise` where the setting is missing. */
   double NumberFromZero(const char* name, double otherwise) const;

@@ -92,6 +92,7 @@ class CacheBatch:
             soft_cap=spec.options.get("logits_soft_cap", 0.0),
             sinks=spec.sinks,
             alibi_slopes=spec.alibi_slopes,
+            alibi_by_position=spec.options.get("alibi_by_position", False),
         )
         if spec.rotary_mode:
             extras.rope = {
@@ -100,6 +101,7 @@ class CacheBatch:
                 "rotary_dim": spec.options.get("rotary_dim"),
                 "scaling": spec.options.get("rope_scaling"),
             }
+        if spec.rotary_mode or extras.alibi_by_position:
             extras.q_positions = self.q_positions[rows[b] : rows[b + 1]]
             if spec.slot == "tree_ragged":
                 extras.k_positions = self.q_positions[indptr_of(spec.kv_lens)[b] :][

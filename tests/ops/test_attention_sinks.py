@@ -57,7 +57,7 @@ def test_matches_float64(ops, device, rng, dtype, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_keys_and_heads_without_sinks(ops, device, rng, dtype):
-    """(0, sink) for a row without keys, whatever its values; no change to the bit without a sink."""
+    """(0, sink) for a row without keys, whatever its values; without a sink no bit changes."""
     o, lse = normal(rng, (6, 4, 64), dtype), normal(rng, (6, 4), "float32")
     o[2], lse[2] = np.nan, -np.inf
     sinks = np.array([-np.inf, 1.5, -np.inf, -40], np.float32)

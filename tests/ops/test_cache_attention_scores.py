@@ -9,6 +9,7 @@ import pytest
 from batches import DTYPES
 from cache_calls import CacheSpec, make_cache_batch, needs_cache_kernel
 from cache_oracle import random_tree
+from refusals import refused
 
 SLOTS = ("prefill_paged", "decode_paged", "prefill_ragged", "tree_paged")
 
@@ -42,6 +43,42 @@ def test_slopes(ops, device, rng, slot, heads):
     slopes = 2.0 ** -np.arange(1, heads[0] + 1)
     spec = _spec(rng, slot, heads=heads, alibi_slopes=slopes)
     make_cache_batch(rng, device, spec).run_check(ops)
+
+
+@pytest.mark.parametrize("rotary_mode", [0, 1])
+@pytest.mark.parametrize("slot", ["prefill_paged", "decode_paged", "prefill_ragged", "mask_paged"])
+def test_slopes_by_position(ops, device, rng, slot, rotary_mode):
+    """A slope times the position of the key less that of the row, wherever the two lie."""
+    changes: dict[str, Any] = {"options": {"alibi_by_position": True}, "rotary_mode": rotary_mode}
+    if slot == "mask_paged":
+        lens = zip([15, 2, 40, 1], [127, 0, 600, 1], strict=True)
+        changes["masks"] = [rng.random(shape) < 0.5 for shape in lens]
+    elif slot != "prefill_ragged":
+        changes["sliding"] = [(21, 4), (0, 0), (77, 33), (0, 0)]
+    slopes = np.array([0.02, 0.125, 0.0, -0.01])
+    make_cache_batch(rng, device, _spec(rng, slot, alibi_slopes=slopes, **changes)).run_check(ops)
+
+
+@pytest.mark.parametrize("lens", [[3, 1, 0, 2], [40, 130, 0, 1]], ids=str)
+def test_slopes_by_position_in_a_tree(ops, device, rng, lens):
+    """Every key is a row of the tree and has its position."""
+    spec = CacheSpec(
+        "tree_ragged", lens, lens, trees=[random_tree(rng, n) for n in lens],
+        alibi_slopes=np.array([0.02, 0.125, 0.0, -0.01]), options={"alibi_by_position": True},
+    )  # fmt: skip
+    make_cache_batch(rng, device, spec).run_check(ops)
+
+
+def test_slopes_by_position_need_positions(ops, device, rng):
+    """Nodes of earlier steps have none; and the setting is nothing without slopes."""
+    by_position = {"options": {"alibi_by_position": True}, "alibi_slopes": np.ones(4)}
+    batch = make_cache_batch(rng, device, _spec(rng, "tree_paged", **by_position))
+    with refused(ValueError, "tree", "positions", "one step"):
+        batch.call(ops)
+    with refused(ValueError, "alibi_by_position", "alibi_slopes"):
+        ops.bind_attention_prefill_paged('{"alibi_by_position": true}')
+    with refused(ValueError, "alibi_by_position", "true nor false"):
+        ops.bind_attention_prefill_paged('{"alibi_by_position": 1}')
 
 
 @pytest.mark.parametrize("slot", SLOTS)

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(
       }
 
       if constexpr (kExtras) {
-        TransformScores(p, r, kv_head, first_packed, warp_begin + lane % 4 * 2, s);
+        TransformScores(p, r, item.request, kv_head, first_packed, warp_begin + lane % 4 * 2, s);
       }
       // A branch round all of the masks: as a condition of each they would cost as much as the
       // products.

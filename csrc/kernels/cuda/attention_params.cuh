@@ -57,6 +57,7 @@ struct AttentionParams {
   float scale_log2;  // sm_scale * log2(e), or sm_scale / cap with a cap
   float cap_log2;    // cap * log2(e), 0 without a cap
   const float* alibi_slopes;
+  bool alibi_by_position;
   const float* sinks;
 
   int rotary_dim;  // 0: none

@@ -238,13 +238,36 @@ __device__ __forceinline__ void HideByBits(const AttentionParams<T>& p, const Re
   }
 }
 
+// What slopes multiply is the place of a key less that of a row: positions, or where they are not
+// asked for, the key and the diagonal of the row.
+
+template <typename T>
+__device__ __forceinline__ int PlaceOfRow(const AttentionParams<T>& p, const RequestInfo& r,
+                                          int row) {
+  return p.alibi_by_position ? p.q_positions[r.row_begin + min(row, r.num_rows - 1)]
+                             : row + r.num_keys - r.num_rows;
+}
+
+/*! \brief The place of key 0, where the places of keys are consecutive. */
+template <typename T>
+__device__ __forceinline__ int PlaceOfFirstKey(const AttentionParams<T>& p, int request) {
+  return p.alibi_by_position && p.k_positions != nullptr ? p.k_positions[request] : 0;
+}
+
+/*! \brief The place of a key that is a row too. */
+template <typename T>
+__device__ __forceinline__ int PlaceOfTreeKey(const AttentionParams<T>& p, const RequestInfo& r,
+                                              int key) {
+  return p.q_positions[r.kv_begin + min(key, r.num_keys - 1)];
+}
+
 /*!
  * \brief Scale, cap and slopes: products become scores in units of log2. `packed` and `key` are
  * those of the thread's first score.
  */
 template <typename T, int kBlocksQ, int kTilesS>
 __device__ __forceinline__ void TransformScores(const AttentionParams<T>& p, const RequestInfo& r,
-                                                int kv_head, int packed, int key,
+                                                int request, int kv_head, int packed, int key,
                                                 float (&s)[kBlocksQ][kTilesS][4]) {
   const bool has_cap = p.cap_log2 != 0.f;
 #pragma unroll
@@ -272,11 +295,23 @@ __device__ __forceinline__ void TransformScores(const AttentionParams<T>& p, con
         const int head = kv_head * p.group_size + own % p.group_size;
         const float slope =
             head < p.num_qo_heads ? p.alibi_slopes[head] * 1.4426950408889634f : 0.f;
-        const int distance = key - own / p.group_size - r.num_keys + r.num_rows;
+        const int place = PlaceOfRow(p, r, own / p.group_size);
+        if (p.alibi_by_position && p.k_positions == nullptr) {
 #pragma unroll
-        for (int i = 0; i < kTilesS; ++i) {
-          s[m][i][2 * h] += slope * static_cast<float>(distance + i * 8);
-          s[m][i][2 * h + 1] += slope * static_cast<float>(distance + i * 8 + 1);
+          for (int i = 0; i < kTilesS; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              const int distance = PlaceOfTreeKey(p, r, key + i * 8 + j) - place;
+              s[m][i][2 * h + j] += slope * static_cast<float>(distance);
+            }
+          }
+        } else {
+          const int distance = PlaceOfFirstKey(p, request) + key - place;
+#pragma unroll
+          for (int i = 0; i < kTilesS; ++i) {
+            s[m][i][2 * h] += slope * static_cast<float>(distance + i * 8);
+            s[m][i][2 * h + 1] += slope * static_cast<float>(distance + i * 8 + 1);
+          }
         }
       }
     }

@@ -135,9 +135,11 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
     }
   }
   const bool transforms = TransformsScores(block);
+  int32_t places[kKeyTile];
+  if (transforms) FindPlaces(block, tile.begin, count, places);
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scratch.scores + r * kKeyTile;
-    if (transforms) TransformRow(block, block.row_begin + r, tile.begin, padded, s);
+    if (transforms) TransformRow(block, block.row_begin + r, places, padded, s);
     if (has_nodes) MaskRowByTree(intervals, scratch.row_order[r], padded, s);
     if (has_bits) MaskRowByBits(seen[r], padded, s);
     if (!in_range || padded != count) {
@@ -240,7 +242,9 @@ void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const 
   float* s = scratch.scores;
   ScorePanel<kVecs>(scratch.q + row * block.head_dim_qk, block.head_dim_qk, k, end - begin, s);
   if (TransformsScores(block)) {
-    TransformPanel<kVecs>(block, block.row_begin + row, begin, end, s);
+    int32_t places[kKeyTile];
+    FindPlaces(block, begin, end - begin, places);
+    TransformPanel<kVecs>(block, block.row_begin + row, places, end - begin, s);
   }
   if (!in_range) MaskPanel<kVecs>(s, begin, end, first_key, last_key);
   TileIntervals intervals;

@@ -32,7 +32,31 @@ TFI_INLINE bool TransformsScores(const AttentionBlock& block) {
   return block.extras != nullptr && block.extras->transforms_scores;
 }
 
-/*! \brief Raw scores in the unit of the softmax; distance is key minus diagonal. */
+/*!
+ * \brief What slopes multiply is the place of a key less that of a row: positions, or where they
+ * are not asked for, the key and the diagonal of the row. Lanes without a row have any place.
+ */
+TFI_INLINE int32_t PlaceOfRow(const AttentionBlock& block, int64_t row) {
+  const AttentionExtras& args = block.extras->args;
+  const int64_t query = (row < block.row_end ? row : block.row_end - 1) / block.group;
+  return args.alibi_by_position ? args.q_positions[block.first_row + query]
+                                : static_cast<int32_t>(query + block.kv_len - block.qo_len);
+}
+
+/*! \brief The places of count keys, kKeyTile at most, from `begin` on, and anything up to there. */
+void FindPlaces(const AttentionBlock& block, int64_t begin, int64_t count, int32_t* places) {
+  const AttentionExtras& args = block.extras->args;
+  if (args.alibi_by_position && args.k_positions == nullptr) {
+    const int32_t* positions = args.q_positions + block.extras->kv_indptr[block.request] + begin;
+    for (int64_t i = 0; i < kKeyTile; ++i) places[i] = i < count ? positions[i] : 0;
+    return;
+  }
+  const int32_t first = args.alibi_by_position ? args.k_positions[block.request] : 0;
+  for (int64_t i = 0; i < kKeyTile; ++i) places[i] = first + static_cast<int32_t>(begin + i);
+}
+
+/*! \brief Raw scores in the unit of the softmax; distance is the place of the key less the row's.
+ */
 TFI_INLINE Vec TransformScores(const BatchExtras& extras, Vec raw, Vec slope, IVec distance) {
   Vec s = raw * extras.sm_scale;
   const float cap = static_cast<float>(extras.args.logits_soft_cap);
@@ -45,32 +69,31 @@ TFI_INLINE float SlopeOf(const AttentionBlock& block, int64_t row) {
   return slopes == nullptr ? 0.0f : slopes[block.first_head + row % block.group];
 }
 
-/*! \brief The scores of one row of the block and padded keys from `begin` on. */
-void TransformRow(const AttentionBlock& block, int64_t row, int64_t begin, int64_t padded,
+/*! \brief The scores of one row of the block and of padded keys at the places. */
+void TransformRow(const AttentionBlock& block, int64_t row, const int32_t* places, int64_t padded,
                   float* s) {
   const Vec slope = Broadcast(SlopeOf(block, row));
-  const int64_t diagonal = row / block.group + block.kv_len - block.qo_len;
+  const IVec own = BroadcastInt(PlaceOfRow(block, row));
   for (int64_t i = 0; i < padded; i += kLanes) {
-    const IVec distance = LaneIndex() + BroadcastInt(static_cast<int32_t>(begin + i - diagonal));
+    const IVec distance = LoadInt(places + i) - own;
     Store(s + i, TransformScores(*block.extras, Load(s + i), slope, distance));
   }
 }
 
-/*! \brief The same for kVecs vectors of rows from `row` on, s being (end - begin, width). */
+/*! \brief The same for kVecs vectors of rows from `row` on, s being (count, width). */
 template <int kVecs>
-void TransformPanel(const AttentionBlock& block, int64_t row, int64_t begin, int64_t end,
+void TransformPanel(const AttentionBlock& block, int64_t row, const int32_t* places, int64_t count,
                     float* s) {
   float slopes[kVecs * kLanes];
-  int32_t diagonals[kVecs * kLanes];
+  int32_t own[kVecs * kLanes];
   for (int64_t r = 0; r < kVecs * kLanes; ++r) {
     slopes[r] = SlopeOf(block, row + r);
-    diagonals[r] = static_cast<int32_t>((row + r) / block.group + block.kv_len - block.qo_len);
+    own[r] = PlaceOfRow(block, row + r);
   }
-  for (int64_t key = begin; key < end; ++key, s += kVecs * kLanes) {
+  for (int64_t i = 0; i < count; ++i, s += kVecs * kLanes) {
     TFI_UNROLL for (int v = 0; v < kVecs; ++v) {
       float* target = s + v * kLanes;
-      const IVec distance =
-          BroadcastInt(static_cast<int32_t>(key)) - LoadInt(diagonals + v * kLanes);
+      const IVec distance = BroadcastInt(places[i]) - LoadInt(own + v * kLanes);
       Store(target,
             TransformScores(*block.extras, Load(target), Load(slopes + v * kLanes), distance));
     }

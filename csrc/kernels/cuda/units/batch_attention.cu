@@ -65,6 +65,7 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
   p.scale_log2 = static_cast<float>(cap > 0 ? args.sm_scale / cap : args.sm_scale * kLog2E);
   p.cap_log2 = static_cast<float>(cap > 0 ? cap * kLog2E : 0.0);
   p.alibi_slopes = extras.alibi_slopes;
+  p.alibi_by_position = extras.alibi_by_position;
   p.sinks = extras.sinks;
   p.rotary_dim = extras.rotary_dim;
   p.interleaved = extras.interleaved;
