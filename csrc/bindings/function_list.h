@@ -22,6 +22,7 @@
   X(single_decode, SingleDecode)                               \
   X(bind_attention_mla, BindAttentionMLA)                      \
   X(cache_slot, MakeCacheSlot)                                 \
+  X(cache_slot_with_slopes, MakeCacheSlotWithSlopes)           \
   X(merge_state, MergeState)                                   \
   X(merge_state_in_place, MergeStateInPlace)                   \
   X(apply_attention_sinks, ApplyAttentionSinks)                \

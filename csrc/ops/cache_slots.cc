@@ -21,17 +21,20 @@ Array<Any> Planned(Function run, Function plan) {
   return {String("flashinfer"), std::move(run), std::move(plan)};
 }
 
-}  // namespace
+/*! \brief "tirx" names a convention of arguments; any function may stand there. */
+Array<Any> Unplanned(Function run) { return {String("tirx"), std::move(run)}; }
 
-Array<Any> MakeCacheSlot(String slot, String options, bool planned,
-                         int64_t support_sliding_window) {
+/*!
+ * \brief What every attention slot needs, whichever functions it holds: the function without a plan
+ * is made in any case, so that what is wrong with the options shows now.
+ */
+Function BindSlot(const Checker& check, const JsonSettings& settings, const String& slot,
+                  const String& options, int64_t support_sliding_window,
+                  Optional<Tensor> alibi_slopes) {
   // The Python package registers it. The model may have been compiled with another TVM, and what
   // this one calls must show here and not in a request.
   if (auto check_tvm = Function::GetGlobal("flashinfer.check_tvm")) (*check_tvm)();
-  // Made in any case: what is wrong with the options shows now, whichever kernels serve the slot.
-  Function unplanned = BindAttention(slot, options, Optional<Tensor>(), Optional<Tensor>());
-  const Checker check("cache_slot");
-  const JsonSettings settings(check, "options", options, "{\"logits_soft_cap\": 50}");
+  Function bound = BindAttention(slot, options, Optional<Tensor>(), std::move(alibi_slopes));
   for (const char* scale : {"k_scale", "v_scale", "kv_scale"}) {
     if (!settings.Has(scale)) continue;
     check.FailValue(Text("`options` has `", scale,
@@ -45,6 +48,19 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
         "a cache with windows of single layers cannot slide as a whole too; create it with "
         "support_sliding_window 0");
   }
+  return bound;
+}
+
+constexpr const char* kExample = "{\"logits_soft_cap\": 50}";
+
+}  // namespace
+
+Array<Any> MakeCacheSlot(String slot, String options, bool planned,
+                         int64_t support_sliding_window) {
+  const Checker check("cache_slot");
+  const JsonSettings settings(check, "options", options, kExample);
+  Function unplanned =
+      BindSlot(check, settings, slot, options, support_sliding_window, Optional<Tensor>());
   // The planned kernels have no soft cap, and TVM asks them for no window. A sliding cache applies
   // RoPE inside attention, and tells only functions without a plan so. It also wants no plan for
   // any slot: TVM would plan for tables that it does not use then.
@@ -63,8 +79,14 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
       return Planned(Function::FromTyped(BatchDecodeRun), Function::FromTyped(BatchDecodePlan));
     }
   }
-  // "tirx" names a convention of arguments; any function may stand there.
-  return {String("tirx"), std::move(unplanned)};
+  return Unplanned(std::move(unplanned));
+}
+
+Array<Any> MakeCacheSlotWithSlopes(String slot, String options, int64_t support_sliding_window,
+                                   Tensor alibi_slopes) {
+  const Checker check("cache_slot_with_slopes");
+  const JsonSettings settings(check, "options", options, kExample);
+  return Unplanned(BindSlot(check, settings, slot, options, support_sliding_window, alibi_slopes));
 }
 
 }  // namespace ops

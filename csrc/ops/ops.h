@@ -73,6 +73,8 @@ Function BindAttentionMLA(String options);
  */
 Array<tvm::ffi::Any> MakeCacheSlot(String slot, String options, bool planned,
                                    int64_t support_sliding_window);
+Array<tvm::ffi::Any> MakeCacheSlotWithSlopes(String slot, String options,
+                                             int64_t support_sliding_window, Tensor alibi_slopes);
 
 void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, TensorView v_merged,
                 TensorView s_merged);

@@ -41,6 +41,13 @@ class Model:
     layer_window: int = 1024
     v_head_dim: int = 0
     mla_head_dims: tuple[int, int] = (0, 0)
+    soft_cap: float = 0.0
+    alibi_slopes: tuple[float, ...] = ()
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether the generic call for a cache carries all of it; TVM's cache does then too."""
+        return not self.soft_cap and not self.alibi_slopes
 
     @property
     def library(self) -> Library:
@@ -71,6 +78,9 @@ LONGROPE = {
 
 #: Of long inputs, then of short ones.
 LONGROPE_FACTORS = tuple(1 + 0.25 * i for i in range(16)) + tuple(1 + 0.05 * i for i in range(16))
+
+#: ALiBi of four heads, of which one has none.
+SLOPES = (0.25, 0.03125, 0.0, 0.5)
 
 _INLINE = int(RopeMode.INLINE)
 
@@ -106,6 +116,14 @@ MODELS = {
     ),
     "window24": Model(attn_kind=("mha", "mha_sliding"), layer_window=24),
     "window7_group4": Model(8, 2, attn_kind=("mha_sliding", "mha"), layer_window=7),
+    "capped": Model(soft_cap=1.5),
+    "capped_head64_group4": Model(4, 1, head_dim=64, rotary_dim=64, dtype="float16", soft_cap=1.5),
+    "alibi": Model(rope_mode=int(RopeMode.NONE), alibi_slopes=SLOPES),
+    "alibi_head64": Model(
+        4, 2, head_dim=64, dtype="float16", rope_mode=int(RopeMode.NONE), alibi_slopes=SLOPES
+    ),
+    "alibi_capped_rope": Model(soft_cap=1.5, alibi_slopes=SLOPES),
+    "alibi_window24": Model(attn_kind=("mha", "mha_sliding"), layer_window=24, alibi_slopes=SLOPES),
     "mla": Model(
         num_kv_heads=1,
         head_dim=48,
@@ -169,7 +187,7 @@ def compiled(library: Library) -> rx.VirtualMachine:
 
     builder = rx.BlockBuilder()
     for name, model in MODELS.items():
-        if model.library == library:
+        if model.library == library and model.is_generic:
             add_generic_creation(builder, name, model)
     dispatch = DispatchKVCacheCreation(
         tvm.target.Target("llvm"), layer_sliding_window_size=library[-1]
@@ -182,14 +200,16 @@ def compiled(library: Library) -> rx.VirtualMachine:
 
 
 @functools.cache
-def compiled_on_cuda(model: Model) -> rx.VirtualMachine:
-    """A library with our cache alone, whose kernels are those of this machine."""
+def compiled_alone(model: Model, on_cpu: bool) -> rx.VirtualMachine:
+    """A library with our cache alone, whose CUDA kernels are those of this machine."""
     importlib.import_module("tvm_flashinfer")
     from tvm_flashinfer.relax import FlashInferPagedKVCache
 
-    device, ext = tvm.cuda(0), model.ext_factors
-    arch = "sm_" + device.compute_version.replace(".", "")
-    target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
+    device, ext, target = tvm.cpu(), model.ext_factors, tvm.target.Target("llvm")
+    if not on_cpu:
+        device = tvm.cuda(0)
+        arch = "sm_" + device.compute_version.replace(".", "")
+        target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
     sizes = [tirx.Var(size, "int64") for size in ("batch", "total", "chunk", "page", "slide")]
     kinds = model.attn_kind
     builder = rx.BlockBuilder()
@@ -201,7 +221,8 @@ def compiled_on_cuda(model: Model) -> rx.VirtualMachine:
             RopeMode(model.rope_mode), model.rope_scale, model.rope_theta,
             json.loads(model.rope_scaling), rx.const(np.array(ext, "float32")) if ext else None,
             model.rotary_dim, False, model.dtype, target, ship="shared",
-            layer_sliding_window_size=model.layer_window,
+            layer_sliding_window_size=model.layer_window, logits_soft_cap=model.soft_cap,
+            alibi_slopes=model.alibi_slopes,
         )  # fmt: skip
         builder.emit_func_output(cache._expr)
     return rx.VirtualMachine(tvm.compile(builder.get(), target), device)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from cache_models import MODELS, NUM_LAYERS, Model, compiled, compiled_on_cuda, numpy_dtype
+from cache_models import MODELS, NUM_LAYERS, Model, compiled, compiled_alone, numpy_dtype
 from cache_oracle import tree_masks
 from sequences import SM_SCALE, Oracle, Slide
 from tvm import relax as rx
@@ -55,8 +55,8 @@ class Driver:
         self.model = model = MODELS[name] if on_cpu else on_cuda(MODELS[name])
         create = (
             compiled(model.library)[f"create_{which}_{name}_cache"]
-            if on_cpu
-            else compiled_on_cuda(model)["create"]
+            if on_cpu and model.is_generic
+            else compiled_alone(model, on_cpu)["create"]
         )
         sizes = (batch, total, chunk, page_size, support_sliding_window)
         self.cache = create(*(Shape([size]) for size in sizes))

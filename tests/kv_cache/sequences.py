@@ -98,6 +98,11 @@ class Oracle:
                 old &= np.arange(past) > past + np.arange(n)[:, None] - model.layer_window
             seen = np.concatenate([old, new], 1)
             scores = np.einsum("nhd,mhd->hnm", q, k.repeat(h // g, 1)) * SM_SCALE
+            if model.soft_cap:
+                scores = model.soft_cap * np.tanh(scores / model.soft_cap)
+            if model.alibi_slopes:
+                distances = np.concatenate([np.arange(past), places]) - places[:, None]
+                scores = scores + np.array(model.alibi_slopes)[:, None, None] * distances
             scores = np.where(seen[None], scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)

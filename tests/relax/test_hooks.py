@@ -189,6 +189,23 @@ def test_hooked_cache_reports(llvm) -> None:
     assert {"create_flashinfer_paged_kv_cache", "create_tir_paged_kv_cache"} <= symbols
 
 
+def test_hooked_cache_takes_caps_and_slopes(llvm, monkeypatch) -> None:
+    """As keywords, which TVM's class does not have; sinks are refused with what to do."""
+    hooks.enable()
+    kind = tvm_kv_cache.FlashInferPagedKVCache
+    extra = {"logits_soft_cap": 30.0, "alibi_slopes": [0.5] * 8}
+    monkeypatch.setattr(
+        tvm_kv_cache, "FlashInferPagedKVCache", lambda **kwargs: kind(**kwargs, **extra)
+    )
+    mod, errors = create(llvm)
+    assert errors == []
+    (row,) = [row for row in report_of(mod).rows if row.slot == "decode_paged"]
+    assert row.reasons == ("scores are capped at 30.0", "ALiBi by positions")
+    extra["attention_sinks"] = [1.0] * 8
+    with pytest.warns(FallbackWarning, match="apply_attention_sinks"):
+        create(llvm)
+
+
 def test_fallback_is_warned_of_before_it_is_swallowed(llvm) -> None:
     hooks.enable()
     with pytest.warns(FallbackWarning, match="enable_disaggregation is set"):

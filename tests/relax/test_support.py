@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tvm
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
@@ -9,6 +11,8 @@ from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm_flashinfer.contract import tvm_name
 from tvm_flashinfer.relax import parse_generic_call, support, unsupported_reasons
 from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW
+from tvm_flashinfer.relax.config import PagedKVCacheConfig
+from tvm_flashinfer.relax.slots import native_rows
 
 YARN = {
     "rope_type": "yarn",
@@ -157,6 +161,53 @@ def test_old_gpu_among_several(generic_module, cuda, monkeypatch) -> None:
 def test_other_targets(kind, generic_module) -> None:
     (reason,) = reasons_of(generic_module(), tvm.target.Target({"kind": kind}))
     assert reason.startswith(f"the target is '{kind}'")
+
+
+def config_of(mod, **changes) -> PagedKVCacheConfig:
+    call = mod["create_paged_kv_cache"].body.blocks[0].bindings[0].value
+    return replace(parse_generic_call(call), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
+        ({"logits_soft_cap": float("nan")}, "logits_soft_cap is nan"),
+        ({"alibi_slopes": (0.5,)}, "1 values; there must be one for each of the 32 query heads"),
+        ({"alibi_slopes": (float("inf"),) * 32}, "not finite"),
+        ({"attention_sinks": [0.0] * 32}, "flashinfer.apply_attention_sinks once after the last"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cuda", "llvm"])
+def test_wrong_changes_of_scores(changes, expected, kind, generic_module, request) -> None:
+    config = config_of(generic_module(), **changes)
+    (reason,) = unsupported_reasons(config, request.getfixturevalue(kind))
+    assert expected in reason
+
+
+def test_mla_has_no_slopes(generic_module, llvm) -> None:
+    config = config_of(generic_module(**MLA), alibi_slopes=(0.5,) * 32)
+    (reason,) = unsupported_reasons(config, llvm)
+    assert "'mla' has no ALiBi" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [({"logits_soft_cap": 30}, "capped at 30.0"), ({"alibi_slopes": (0.5,) * 32}, "by positions")],
+)
+def test_changes_of_scores(changes, note, generic_module, cuda, llvm) -> None:
+    """Both targets serve them without plans, and the report says so."""
+    config = config_of(generic_module(), **changes)
+    for target in (cuda, llvm):
+        assert unsupported_reasons(config, target) == []
+        for row in native_rows(config, target, "create"):
+            attends = "bind_attention" in row.kernel
+            assert any(note in reason for reason in row.reasons) == attends
+            assert "_run" not in row.kernel
+    (reason,) = support.unplanned_reasons(config, cuda)
+    assert next(iter(changes)) in reason
+    kinds = {spec.kind for spec in support.kernel_specs(config, cuda)}
+    assert kinds == {"common", "batch_attention"}
 
 
 def test_window_of_layers(generic_module, llvm) -> None:

@@ -34,6 +34,10 @@ _SIZES = (
 )  # fmt: skip
 
 
+#: Fields that have no argument in every release of TVM.
+_OURS = ("layer_sliding_window_size", "logits_soft_cap", "alibi_slopes", "attention_sinks")
+
+
 @tvm_ffi.register_error
 class KVCacheCallError(ValueError):
     """A call that stands for the creation of a cache cannot be read."""
@@ -70,6 +74,13 @@ class PagedKVCacheConfig:
     dtype : str
     layer_sliding_window_size : int
         Window, in tokens, of the layers whose kind is ``"mha_sliding"``.
+    logits_soft_cap : float
+        c > 0: scores become ``c * tanh(score / c)`` in every layer. 0 for none.
+    alibi_slopes : sequence of float
+        One per query head: ``slope * (position of the key - position of the query)`` is added to a
+        score, after the cap. Empty for none.
+    attention_sinks : object
+        Sinks of attention heads. None for none; others are refused with advice.
     """
 
     attn_kind: str | tuple[str, ...]
@@ -95,6 +106,9 @@ class PagedKVCacheConfig:
     enable_disaggregation: bool
     dtype: str
     layer_sliding_window_size: int = DEFAULT_LAYER_WINDOW
+    logits_soft_cap: float = 0.0
+    alibi_slopes: tuple[float, ...] = ()
+    attention_sinks: Any = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -103,6 +117,8 @@ class PagedKVCacheConfig:
         set_field(self, "rope_mode", int(self.rope_mode))
         set_field(self, "rope_scaling", dict(self.rope_scaling or {}))
         set_field(self, "dtype", str(self.dtype))
+        set_field(self, "logits_soft_cap", float(self.logits_soft_cap))
+        set_field(self, "alibi_slopes", tuple(float(slope) for slope in self.alibi_slopes))
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -146,9 +162,13 @@ class PagedKVCacheConfig:
         return self.num_attention_heads // self.num_key_value_heads
 
     def builder_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that TVM's builders take, without target and window."""
+        """Return the keyword arguments that TVM's builders take, without target and window.
+
+        They know neither caps nor slopes.
+        """
         arguments = {field.name: getattr(self, field.name) for field in fields(self)}
-        del arguments["layer_sliding_window_size"]
+        for name in _OURS:
+            del arguments[name]
         arguments["rope_mode"] = RopeMode(self.rope_mode)
         if not isinstance(self.attn_kind, str):
             arguments["attn_kind"] = list(self.attn_kind)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tvm import relax as rx
 from tvm import tirx
 from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, PagedKVCache, RopeMode
@@ -40,6 +41,8 @@ class FlashInferPagedKVCache(PagedKVCache):
         What the model is compiled for; its kind is ``cuda`` or ``llvm``.
     name : str
         Name hint of the cache.
+    logits_soft_cap, alibi_slopes, attention_sinks
+        See `PagedKVCacheConfig`. TVM's class does not take them.
     ship : str, optional
         ``"self-contained"``: `extern_mods` holds the kernels, to be linked into the model's
         library. ``"shared"``: the library looks the functions up when it is loaded. Left out,
@@ -87,6 +90,9 @@ class FlashInferPagedKVCache(PagedKVCache):
         name: str = "paged_kv_cache",
         *,
         layer_sliding_window_size: int = DEFAULT_LAYER_WINDOW,
+        logits_soft_cap: float = 0.0,
+        alibi_slopes: Sequence[float] = (),
+        attention_sinks: Any = None,
         ship: str | None = None,
     ) -> None:
         self.config = PagedKVCacheConfig(
@@ -113,6 +119,9 @@ class FlashInferPagedKVCache(PagedKVCache):
             enable_disaggregation=enable_disaggregation,
             dtype=dtype,
             layer_sliding_window_size=layer_sliding_window_size,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            attention_sinks=attention_sinks,
         )
         reasons = unsupported_reasons(self.config, target)
         if reasons:
@@ -205,6 +214,17 @@ def _rope_settings(config: PagedKVCacheConfig) -> dict[str, Any]:
     return {"rotary_dim": config.rotary_dim, "rope_scaling": scaling}
 
 
+def _score_settings(config: PagedKVCacheConfig) -> dict[str, Any]:
+    """Return what happens to scores between the product and the softmax."""
+    settings: dict[str, Any] = {}
+    if config.logits_soft_cap:
+        settings["logits_soft_cap"] = config.logits_soft_cap
+    if config.alibi_slopes:
+        # TVM attends to parts of a sequence: only positions tell how far a key is from a row.
+        settings["alibi_by_position"] = True
+    return settings
+
+
 def _attention_slots(
     builder: rx.BlockBuilder, config: PagedKVCacheConfig, target: Target
 ) -> list[rx.Expr]:
@@ -215,20 +235,24 @@ def _attention_slots(
     there. TVM never plans for the slots of windows, nor for those of trees.
     """
     can_plan = not unplanned_reasons(config, target)
-    rope = _rope_settings(config)
+    common = {**_rope_settings(config), **_score_settings(config)}
     window = {}
     if config.has_sliding_layers:
         window["layer_window"] = config.layer_sliding_window_size
+    slopes = rx.const(np.array(config.alibi_slopes, "float32")) if config.alibi_slopes else None
 
     def made(slot: slots.Slot) -> rx.Var:
-        options = {**rope, **window} if slot in slots.WINDOW_SLOTS else rope
+        options = {**common, **window} if slot in slots.WINDOW_SLOTS else common
+        name_and_options = StringImm(slot.attention), StringImm(json.dumps(options, sort_keys=True))
+        if slopes is not None:
+            function = slots.CACHE_SLOT_WITH_SLOPES
+            arguments = (rx.prim_value(config.support_sliding_window), slopes)
+        else:
+            function = slots.CACHE_SLOT
+            planned = rx.prim_value(can_plan and bool(slot.planned))
+            arguments = (planned, rx.prim_value(config.support_sliding_window))
         call = rx.call_pure_packed(
-            f"flashinfer.{slots.CACHE_SLOT}",
-            StringImm(slot.attention),
-            StringImm(json.dumps(options, sort_keys=True)),
-            rx.prim_value(can_plan and bool(slot.planned)),
-            rx.prim_value(config.support_sliding_window),
-            ty_args=rx.AnyType(),
+            f"flashinfer.{function}", *name_and_options, *arguments, ty_args=rx.AnyType()
         )
         return builder.emit(call, slot.name)
 

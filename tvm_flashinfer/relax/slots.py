@@ -41,6 +41,9 @@ def _attention(name: str, attention: str, planned: str = "") -> Slot:
 #: Gives TVM the functions of an attention slot when the cache is created.
 CACHE_SLOT = "cache_slot"
 
+#: The same for a cache with ALiBi, whose slopes are on the device.
+CACHE_SLOT_WITH_SLOPES = "cache_slot_with_slopes"
+
 APPEND = Slot("append", "append_paged_kv_cache")
 APPEND_MLA = Slot("append", "append_paged_mla_kv_cache")
 PREFILL_RAGGED = _attention("prefill_ragged", "prefill_ragged", "batch_prefill_ragged_run")
@@ -113,8 +116,22 @@ def native_rows(config: PagedKVCacheConfig, target: Target, site: str) -> list[R
                 )
         elif slot.planned and target.kind.name == "cuda":
             notes = tuple(unplanned)
+        if slot.attention:
+            notes += _score_notes(config, slot)
         rows.append(ReportRow(site, slot.name, NATIVE, f"flashinfer.{kernel}", arch, notes))
     return rows
+
+
+def _score_notes(config: PagedKVCacheConfig, slot: Slot) -> tuple[str, ...]:
+    """Return what an attention slot does to scores."""
+    notes: tuple[str, ...] = ()
+    if config.logits_soft_cap:
+        notes += (f"scores are capped at {config.logits_soft_cap}",)
+    if config.alibi_slopes:
+        notes += ("ALiBi by positions",)
+        if slot is TREE_PAGED:
+            notes += ("with ALiBi a token tree that grows over several steps is refused",)
+    return notes
 
 
 def fallback_rows(reasons: list[str], target: Target, site: str) -> list[ReportRow]:

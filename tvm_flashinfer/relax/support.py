@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -118,6 +119,10 @@ def unplanned_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
     if config.qk_head_dim not in kernel_spec.HEAD_DIMS:
         planned = ", ".join(map(str, kernel_spec.HEAD_DIMS))
         reasons.append(f"head_dim is {config.qk_head_dim}; kernels with a plan have {planned}")
+    if config.logits_soft_cap:
+        reasons.append(f"logits_soft_cap is {config.logits_soft_cap}; kernels with a plan cap none")
+    if config.alibi_slopes:
+        reasons.append("alibi_slopes are given; kernels with a plan know no positions")
     return reasons
 
 
@@ -264,6 +269,41 @@ def _layer_window(config: PagedKVCacheConfig) -> list[str]:
     return []
 
 
+def _logits_soft_cap(config: PagedKVCacheConfig) -> list[str]:
+    cap = config.logits_soft_cap
+    if math.isfinite(cap) and cap >= 0:
+        return []
+    return [f"logits_soft_cap is {cap}; it must be positive and finite, or 0 for none"]
+
+
+def _alibi_slopes(config: PagedKVCacheConfig) -> list[str]:
+    slopes = config.alibi_slopes
+    if not slopes:
+        return []
+    reasons = []
+    if config.is_mla:
+        reasons.append("alibi_slopes are given; attn_kind 'mla' has no ALiBi")
+    if len(slopes) != config.num_attention_heads:
+        reasons.append(
+            f"alibi_slopes has {len(slopes)} values; there must be one for each of the "
+            f"{config.num_attention_heads} query heads"
+        )
+    if not all(map(math.isfinite, slopes)):
+        reasons.append(f"alibi_slopes has a value that is not finite: {slopes}")
+    return reasons
+
+
+def _attention_sinks(config: PagedKVCacheConfig) -> list[str]:
+    if config.attention_sinks is None:
+        return []
+    return [
+        "attention_sinks are given; TVM's cache merges states of several calls, each of which "
+        "would count them, and does not say which layer calls. Where o and LSE are at hand, as after "
+        "merge_attn_output_inplace, apply flashinfer.apply_attention_sinks once after the last "
+        "merge; flashinfer.bind_attention takes sinks too"
+    ]
+
+
 def _cpu_reasons(config: PagedKVCacheConfig) -> list[str]:
     if config.dtype in CPU_DTYPES or _dtype(config):
         return []
@@ -295,4 +335,7 @@ _PREDICATES: tuple[Callable[[PagedKVCacheConfig], list[str]], ...] = (
     _rope_ext_factors,
     _disaggregation,
     _layer_window,
+    _logits_soft_cap,
+    _alibi_slopes,
+    _attention_sinks,
 )

@@ -133,6 +133,7 @@ def _properties() -> str:
         ("kinds of layers", *(", ".join(_code(_kinds(kind))) for kind in _COLUMNS)),
         ("RoPE modes", *(", ".join(_rope_modes(kind)) for kind in _COLUMNS)),
         ("RoPE scaling", *(", ".join(_code(_rope_types(kind))) for kind in _COLUMNS)),
+        ("changes of scores", *(", ".join(_code(_scores(kind))) for kind in _COLUMNS)),
         ("sliding window", *["of layers, and of the whole cache with attention sinks"] * 2),
         ("architectures", "any; AVX2 and AVX-512 are used on x86-64", ", ".join(ARCHS)),
         ("apache-tvm", versions, versions),
@@ -161,10 +162,10 @@ def _kernels(target_kind: str, attn_kind: str) -> dict[str, str]:
 def _notes() -> str:
     return (
         "Functions `bind_...` return what the slot holds. On CUDA the slots with a plan hold those "
-        "of the CPU's\ncolumn when the cache slides as a whole, for RoPE inside attention, and for "
-        "head dimensions without plans.\n"
+        "of the CPU's\ncolumn when the cache slides as a whole, for RoPE inside attention, changes of "
+        "scores, and head dimensions\nwithout plans. "
         f"With plans, from {DECODE_BY_PREFILL_RATIO} query heads per KV head on, TVM calls the "
-        f"paged prefill slot in place of\n`{DECODE_PAGED.name}`."
+        f"paged prefill\nslot in place of `{DECODE_PAGED.name}`."
     )
 
 
@@ -194,6 +195,16 @@ def _rope_types(target_kind: str) -> list[str]:
         if not unsupported_reasons(config, target):
             served.append(rope_type)
     return served
+
+
+def _scores(target_kind: str) -> list[str]:
+    target = _target(target_kind)
+    configs = {
+        "logits_soft_cap": replace(_SERVED, logits_soft_cap=30.0),
+        "alibi_slopes": replace(_SERVED, alibi_slopes=(0.5,)),
+        "attention_sinks": replace(_SERVED, attention_sinks=(0.0,)),
+    }
+    return [name for name, config in configs.items() if not unsupported_reasons(config, target)]
 
 
 def _target(kind: str) -> Target:
