@@ -5,6 +5,7 @@
 #define TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_KERNEL_CUH_
 
 #include "attention_schedule.cuh"
+#include "attention_scores.cuh"
 #include "attention_tiles.cuh"
 #include "mma.cuh"
 
