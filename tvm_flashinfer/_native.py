@@ -67,7 +67,7 @@ def _check_tvm() -> None:
 
 
 def _request_kernels(
-    kind: str, dtype: str, head_dim_qk: int, head_dim_vo: int, device_id: int
+    kind: str, dtype: str, head_dim_qk: int, head_dim_vo: int, device_id: int, kv_dtype: str
 ) -> None:
     """Build and load the unit that a call on a GPU needs; the native library asks for it."""
     from tvm_flashinfer.kernels import KernelSpec, device_arch, load
@@ -76,5 +76,5 @@ def _request_kernels(
     # The common unit comes along: it is needed by every call and compiles beside the other.
     specs = {KernelSpec("common", archs=arch)}
     if kind != "common":
-        specs.add(KernelSpec(kind, dtype, head_dim_qk, head_dim_vo, archs=arch))
+        specs.add(KernelSpec(kind, dtype, head_dim_qk, head_dim_vo, arch, kv_dtype))
     load(sorted(specs, key=lambda spec: spec.name))

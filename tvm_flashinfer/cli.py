@@ -15,6 +15,7 @@ from tvm_flashinfer.kernels.environment import default_archs, environment
 from tvm_flashinfer.kernels.errors import KernelError, UnsupportedKernelError
 from tvm_flashinfer.kernels.spec import (
     DTYPES,
+    FLOAT8_DTYPES,
     HEAD_DIMS,
     PRESETS,
     KernelSpec,
@@ -61,6 +62,14 @@ def main() -> None:
     "Default: all.",
 )
 @click.option(
+    "--kv-dtype",
+    "kv_dtypes",
+    multiple=True,
+    metavar="DTYPE",
+    help=f"Also kernels without a plan for keys and values in {' or '.join(FLOAT8_DTYPES)}. "
+    "May be given again.",
+)
+@click.option(
     "--arch",
     "archs",
     multiple=True,
@@ -80,6 +89,7 @@ def build(
     preset: str | None,
     dtypes: Sequence[str],
     head_dims: Sequence[int],
+    kv_dtypes: Sequence[str],
     archs: Sequence[str],
     jobs: int | None,
     dry_run: bool,
@@ -92,9 +102,9 @@ def build(
 
     Kernels that were compiled before are not compiled again.
     """
-    if preset and (dtypes or head_dims):
+    if preset and (dtypes or head_dims or kv_dtypes):
         raise click.UsageError("--preset names dtypes and head dimensions; give one or the other.")
-    specs = _choose(preset, dtypes, head_dims, parse_archs(archs) or default_archs())
+    specs = _choose(preset, dtypes, head_dims, kv_dtypes, parse_archs(archs) or default_archs())
     try:
         check_supported(specs)
     except UnsupportedKernelError as error:
@@ -110,10 +120,14 @@ def build(
 
 
 def _choose(
-    preset: str | None, dtypes: Sequence[str], head_dims: Sequence[int], archs: Sequence[str]
+    preset: str | None,
+    dtypes: Sequence[str],
+    head_dims: Sequence[int],
+    kv_dtypes: Sequence[str],
+    archs: Sequence[str],
 ) -> list[KernelSpec]:
-    if dtypes or head_dims:
-        return attention_specs(dtypes or tuple(DTYPES), head_dims or HEAD_DIMS, archs)
+    if dtypes or head_dims or kv_dtypes:
+        return attention_specs(dtypes or tuple(DTYPES), head_dims or HEAD_DIMS, archs, kv_dtypes)
     return preset_specs(preset or _DEFAULT_PRESET, archs)
 
 

@@ -218,16 +218,16 @@ void CheckPagedContents(const Checker& check, const TensorView& page_indptr,
 
 void CheckCudaAlignment(const Checker& check, const kernels::AttentionArgs& args, const void* k,
                         const void* v, std::initializer_list<int64_t> kv_strides) {
-  // 16-bit dtypes alone have CUDA attention kernels.
-  constexpr int64_t kPiece = kCudaAlignment / 2;
+  const int64_t piece = kCudaAlignment / kernels::ElementSize(args.dtype);
+  const int64_t kv_piece = kCudaAlignment / kernels::ElementSize(args.kv_dtype);
   bool aligned = Aligned(args.q) && Aligned(k) && Aligned(v) && Aligned(args.o) &&
-                 args.q_stride_row % kPiece == 0 && args.q_stride_head % kPiece == 0;
-  for (int64_t stride : kv_strides) aligned = aligned && stride % kPiece == 0;
+                 args.q_stride_row % piece == 0 && args.q_stride_head % piece == 0;
+  for (int64_t stride : kv_strides) aligned = aligned && stride % kv_piece == 0;
   if (!aligned) {
     check.FailValue(
         "the CUDA kernels load 16 bytes at a time: q, keys, values and o must start at multiples "
-        "of "
-        "16 bytes and their strides must be multiples of 8 elements; copy the view that is not");
+        "of 16 bytes and their strides must be multiples of 8 elements, of 16 for float8; copy "
+        "the view that is not");
   }
 }
 

@@ -380,8 +380,6 @@ void CacheCall::RunOnCuda() {
   std::string reason;
   if (args_.dtype == kernels::DType::kFloat32) {
     reason = "CUDA attention runs in float16 and bfloat16; float32 is served on CPU alone";
-  } else if (kernels::IsFloat8(args_.kv_dtype)) {
-    reason = "float8 keys and values are served on CPU alone so far";
   } else if (!fits(args_.head_dim_qk) || !fits(args_.head_dim_vo)) {
     reason = Text("head_dim ", args_.head_dim_qk, " with values of ", args_.head_dim_vo,
                   " has no CUDA kernel; multiples of 16 up to ", kMaxHeadDim, " have");
@@ -408,11 +406,12 @@ void CacheCall::RunOnCuda() {
                        {ragged_.k_stride_token, ragged_.k_stride_head, ragged_.v_stride_token,
                         ragged_.v_stride_head});
   }
-  const UnitSpec unit{"batch_attention", args_.dtype, args_.head_dim_qk, args_.head_dim_vo};
+  const UnitSpec unit{"batch_attention", args_.dtype, args_.head_dim_qk, args_.head_dim_vo,
+                      args_.kv_dtype};
   auto run = reinterpret_cast<kernels::cuda::AttentionFn>(
       RequireKernel(check_,
-                    kernels::cuda::KernelName("batch_attention", args_.dtype, args_.head_dim_qk,
-                                              args_.head_dim_vo),
+                    kernels::cuda::KernelName(unit.kind, unit.dtype, unit.kv_dtype,
+                                              unit.head_dim_qk, unit.head_dim_vo),
                     unit, device_));
   Launch(check_, run, args_, is_paged_ ? &paged_ : nullptr, is_paged_ ? nullptr : &ragged_, extras_,
          is_paged_ ? num_indices_ : num_kv_tokens_, CurrentStream(device_));

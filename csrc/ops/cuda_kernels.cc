@@ -16,9 +16,19 @@ using kernels::cuda::Entries;
 using kernels::cuda::KernelEntry;
 
 const char* DTypeName(kernels::DType dtype) {
-  return dtype == kernels::DType::kFloat16    ? "float16"
-         : dtype == kernels::DType::kBFloat16 ? "bfloat16"
-                                              : "float32";
+  switch (dtype) {
+    case kernels::DType::kFloat32:
+      return "float32";
+    case kernels::DType::kFloat16:
+      return "float16";
+    case kernels::DType::kBFloat16:
+      return "bfloat16";
+    case kernels::DType::kFloat8E4M3:
+      return "float8_e4m3fn";
+    case kernels::DType::kFloat8E5M2:
+      return "float8_e5m2";
+  }
+  return "unknown";
 }
 
 struct Arch {
@@ -87,8 +97,8 @@ void* RequireKernel(const Checker& check, const std::string& name, const UnitSpe
     if (function != nullptr) return function;
   }
   if (auto build = tvm::ffi::Function::GetGlobal("flashinfer.request_kernels")) {
-    (*build)(spec.kind, DTypeName(spec.dtype), spec.head_dim_qk, spec.head_dim_vo,
-             device.device_id);
+    (*build)(spec.kind, DTypeName(spec.dtype), spec.head_dim_qk, spec.head_dim_vo, device.device_id,
+             DTypeName(spec.kv_dtype));
     function = Lookup(check, name, device, &arch);
     if (function != nullptr) return function;
   }

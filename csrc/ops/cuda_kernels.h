@@ -21,6 +21,7 @@ struct UnitSpec {
   kernels::DType dtype;
   int head_dim_qk;
   int head_dim_vo;
+  kernels::DType kv_dtype = dtype;
 };
 
 /*! \brief The unit of the functions that serve every dtype and head_dim. */

@@ -21,9 +21,6 @@ kernels::PagePool ReadPool(const Checker& check, const TensorView& pages) {
   check.Sizes32("pages", pages);
   check.Contiguous("pages", pages);
   check.Positive("page_size", pages.size(3));
-  if (kernels::IsFloat8(dtype) && !IsCPU(pages.device())) {
-    check.FailValue("float8 pages are served on CPU alone so far");
-  }
   return {dtype,
           pages.size(0),
           static_cast<int32_t>(pages.size(2)),

@@ -31,6 +31,10 @@ from tvm_flashinfer.kernels.spec import (
             KernelSpec("batch_prefill_ragged", "float16", 192, 128, archs=("80",)),
             "batch_prefill_ragged_f16_d192x128_sm80",
         ),
+        (
+            KernelSpec("batch_attention", "half", 64, archs=("80",), kv_dtype="e5m2"),
+            "batch_attention_f16_e5m2_d64_sm80",
+        ),
         (KernelSpec("common", archs=("80",)), "common_sm80"),
     ],
 )
@@ -59,9 +63,12 @@ def test_definitions():
     assert spec.definitions == {
         "TVM_FLASHINFER_ARCHS": '"80,90a"',
         "TVM_FLASHINFER_DTYPE": "nv_bfloat16",
+        "TVM_FLASHINFER_KV_DTYPE": "nv_bfloat16",
         "TVM_FLASHINFER_HEAD_DIM_QK": "64",
         "TVM_FLASHINFER_HEAD_DIM_VO": "64",
     }
+    spec = KernelSpec("batch_attention", "fp16", 64, kv_dtype="e4m3")
+    assert spec.definitions["TVM_FLASHINFER_KV_DTYPE"] == "__nv_fp8_e4m3"
     assert KernelSpec("common", archs="80").definitions == {"TVM_FLASHINFER_ARCHS": '"80"'}
 
 
@@ -83,6 +90,17 @@ def test_every_preset_is_supported():
         (KernelSpec("batch_decode", None, 128), "None", "float16 and bfloat16"),
         (KernelSpec("batch_decode", "float16", 96), "96", "64, 128, 256"),
         (KernelSpec("batch_decode", "float16", 128, 64), "64 for values", "equal ones"),
+        (
+            KernelSpec("batch_decode", "float16", 128, kv_dtype="float8_e4m3fn"),
+            "float8_e4m3fn",
+            "batch_attention has keys of 8 bits",
+        ),
+        (
+            KernelSpec("batch_attention", "float16", 128, kv_dtype="bfloat16"),
+            "bfloat16",
+            "float8_e4m3fn and float8_e5m2",
+        ),
+        (KernelSpec("common", kv_dtype="float8_e5m2"), "no dtype", "leave it out"),
         (KernelSpec("sampling", "float16", 128), "'sampling'", "batch_decode"),
         (KernelSpec("common", "float16"), "no dtype", "leave it out"),
         (KernelSpec("common", None, 128), "no head_dim", "leave it out"),

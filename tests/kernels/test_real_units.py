@@ -19,6 +19,7 @@ SPECS = [
     KernelSpec("batch_prefill_paged", "float16", 64, archs=ARCHS),
     KernelSpec("batch_decode", "float16", 64, archs=ARCHS),
     KernelSpec("batch_attention", "bfloat16", 96, archs=ARCHS),
+    KernelSpec("batch_attention", "float16", 64, archs=ARCHS, kv_dtype="float8_e5m2"),
 ]
 
 LOAD = """
@@ -50,6 +51,7 @@ def test_units_compile_and_load_without_a_gpu() -> None:
     assert len(loaded) == len(set(loaded))
     for name in (
         "batch_attention:bf16:d96@80",
+        "batch_attention:f16:e5m2:d64@80",
         "batch_decode:f16:d64@80",
         "batch_decode_plan:f16:d64@80",
         "batch_prefill_paged:f16:d64@80",

@@ -22,6 +22,12 @@ DTYPES: Mapping[str, tuple[str, str]] = {
     "bfloat16": ("nv_bfloat16", "bf16"),
 }
 
+#: The same of keys and values of 8 bits, which ``batch_attention`` takes with any of `DTYPES`.
+FLOAT8_DTYPES: Mapping[str, tuple[str, str]] = {
+    "float8_e4m3fn": ("__nv_fp8_e4m3", "e4m3"),
+    "float8_e5m2": ("__nv_fp8_e5m2", "e5m2"),
+}
+
 #: Head dimensions of FlashInfer's kernels. Queries, keys and values have the same one.
 HEAD_DIMS = (64, 128, 256)
 
@@ -38,7 +44,10 @@ ARCHS = (
 #: Architectures of a build that names none, on a machine without a GPU: A100 to RTX 40, and Hopper.
 DEFAULT_ARCHS = ("80", "90a")
 
-_DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16"}
+_DTYPE_ALIASES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16",
+    "e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+}  # fmt: skip
 
 
 def normalize_dtype(dtype: str) -> str:
@@ -99,13 +108,14 @@ class KernelSpec:
     kind : str
         One of `KINDS`.
     dtype : str, optional
-        ``"float16"`` or ``"bfloat16"``, of queries, keys, values and outputs. None for
-        ``"common"``.
+        ``"float16"`` or ``"bfloat16"``, of queries and outputs. None for ``"common"``.
     head_dim_qk, head_dim_vo : int, optional
         Head dimension of queries and keys, and of values and outputs. None for ``"common"``.
         `head_dim_vo` is `head_dim_qk` when it is left out.
     archs : tuple of str
         GPU architectures, such as ``("80", "90a")``.
+    kv_dtype : str, optional
+        Dtype of keys and values; `dtype` when it is left out.
     """
 
     kind: str
@@ -113,10 +123,13 @@ class KernelSpec:
     head_dim_qk: int | None = None
     head_dim_vo: int | None = None
     archs: tuple[str, ...] = DEFAULT_ARCHS
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", normalize_dtype(self.dtype))
+            kv_dtype = normalize_dtype(self.kv_dtype or self.dtype)
+            object.__setattr__(self, "kv_dtype", kv_dtype)
         if self.head_dim_vo is None:
             object.__setattr__(self, "head_dim_vo", self.head_dim_qk)
         object.__setattr__(self, "archs", parse_archs(self.archs))
@@ -126,7 +139,9 @@ class KernelSpec:
         """The stable name, such as ``"batch_prefill_paged_f16_d128_sm90a"``."""
         parts = [self.kind]
         if self.dtype is not None:
-            parts.append(DTYPES[self.dtype][1] if self.dtype in DTYPES else self.dtype)
+            dtypes = {**DTYPES, **FLOAT8_DTYPES}
+            for name in dict.fromkeys((self.dtype, self.kv_dtype)):
+                parts.append(dtypes[name][1] if name in dtypes else name)
         if self.head_dim_qk is not None:
             same = self.head_dim_vo == self.head_dim_qk
             parts.append(f"d{self.head_dim_qk}" + ("" if same else f"x{self.head_dim_vo}"))
@@ -143,6 +158,8 @@ class KernelSpec:
         definitions = {"TVM_FLASHINFER_ARCHS": '"' + ",".join(self.archs) + '"'}
         if self.dtype is not None:
             definitions["TVM_FLASHINFER_DTYPE"] = DTYPES[self.dtype][0]
+            dtypes = {**DTYPES, **FLOAT8_DTYPES}
+            definitions["TVM_FLASHINFER_KV_DTYPE"] = dtypes[self.kv_dtype][0]
             definitions["TVM_FLASHINFER_HEAD_DIM_QK"] = str(self.head_dim_qk)
             definitions["TVM_FLASHINFER_HEAD_DIM_VO"] = str(self.head_dim_vo)
         return definitions
@@ -192,10 +209,23 @@ def _kind_reasons(spec: KernelSpec) -> list[str]:
 
 def _dtype_reasons(spec: KernelSpec) -> list[str]:
     if spec.kind == "common":
-        return [] if spec.dtype is None else ["the unit 'common' has no dtype; leave it out"]
-    if spec.dtype in DTYPES:
+        has_none = spec.dtype is None and spec.kv_dtype is None
+        return [] if has_none else ["the unit 'common' has no dtype; leave it out"]
+    if spec.dtype not in DTYPES:
+        return [f"the dtype is {spec.dtype}; CUDA attention has {' and '.join(DTYPES)}"]
+    if spec.kv_dtype == spec.dtype:
         return []
-    return [f"the dtype is {spec.dtype}; CUDA attention has {' and '.join(DTYPES)}"]
+    if spec.kind != "batch_attention":
+        return [
+            f"the dtype of keys is {spec.kv_dtype} and that of queries {spec.dtype}; {spec.kind} "
+            "has equal ones alone, batch_attention has keys of 8 bits too"
+        ]
+    if spec.kv_dtype in FLOAT8_DTYPES:
+        return []
+    return [
+        f"the dtype of keys is {spec.kv_dtype} and that of queries {spec.dtype}; there are kernels "
+        f"for equal ones, and for keys of {' and '.join(FLOAT8_DTYPES)}"
+    ]
 
 
 def _head_dim_reasons(spec: KernelSpec) -> list[str]:
@@ -240,10 +270,12 @@ def attention_specs(
     dtypes: Sequence[str] = tuple(DTYPES),
     head_dims: Sequence[int] = HEAD_DIMS,
     archs: Iterable[str] = DEFAULT_ARCHS,
+    kv_dtypes: Sequence[str] = (),
 ) -> list[KernelSpec]:
     """Return ``common`` and the attention units of every dtype and head dimension.
 
-    This is what a model needs whose attention has those dtypes and head dimensions.
+    This is what a model needs whose attention has those dtypes and head dimensions. `kv_dtypes` are
+    dtypes of keys and values besides those of queries: the 8-bit ones.
     """
     archs = parse_archs(archs)
     specs = [KernelSpec("common", archs=archs)]
@@ -251,6 +283,10 @@ def attention_specs(
         for head_dim in head_dims:
             kinds = ATTENTION_KINDS if head_dim in HEAD_DIMS else ("batch_attention",)
             specs += [KernelSpec(kind, dtype, head_dim, archs=archs) for kind in kinds]
+            specs += [
+                KernelSpec("batch_attention", dtype, head_dim, archs=archs, kv_dtype=kv_dtype)
+                for kv_dtype in kv_dtypes
+            ]
     return list(dict.fromkeys(specs))
 
 

@@ -18,7 +18,7 @@ namespace cuda {
  * kWarpsKV warps that work on the same rows and on different keys of a tile, which is for batches
  * with few rows a request.
  */
-template <typename T, int DQK, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV>
+template <typename T, typename KV, int DQK, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV>
 struct AttentionTraits {
   static constexpr int kThreads = 32 * kWarpsQ * kWarpsKV;
   static constexpr int kRowsOfWarp = 16 * kBlocksQ;
@@ -32,8 +32,14 @@ struct AttentionTraits {
   // 8 elements more than a row shift each row by 4 banks: ldmatrix then has no conflicts.
   static constexpr int kStrideQK = DQK + 8;
   static constexpr int kStrideVO = DVO + 8;
-  static constexpr int kStage = kKeys * (kStrideQK + kStrideVO);
-  static constexpr size_t kTileBytes = (kRows * kStrideQK + kStages * kStage) * sizeof(T);
+  static constexpr int kQueryBytes = kRows * kStrideQK * sizeof(T);
+  static constexpr int kKeyBytes = kKeys * (kStrideQK + kStrideVO) * sizeof(T);
+  // 8-bit keys come as they are stored, and each tile is widened to one of T when its turn comes.
+  static constexpr bool kWidens = sizeof(KV) < sizeof(T);
+  static constexpr int kPadding = kWidens ? 0 : 8 * sizeof(T);
+  static constexpr int kStageBytes = kWidens ? kKeys * (DQK + DVO) * sizeof(KV) : kKeyBytes;
+  static constexpr size_t kTileBytes =
+      kQueryBytes + kStages * kStageBytes + (kWidens ? kKeyBytes : 0);
   // The warps that share rows merge their outputs through the same memory.
   static constexpr size_t kMergeBytes =
       kWarpsKV == 1 ? 0 : kWarpsKV * kRows * (DVO * sizeof(float) + sizeof(float2));
@@ -42,21 +48,23 @@ struct AttentionTraits {
   static constexpr int kBlocksOfSM = (kWarpsKV > 1 && DVO <= 128) || kBlocksQ > 1 ? 2 : 1;
 };
 
-template <typename T, int DQK, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV, bool kExtras>
+template <typename T, typename KV, int DQK, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV,
+          bool kExtras>
 __global__ void __launch_bounds__(
-    32 * kWarpsQ * kWarpsKV, AttentionTraits<T, DQK, DVO, kWarpsQ, kBlocksQ, kWarpsKV>::kBlocksOfSM)
+    32 * kWarpsQ * kWarpsKV,
+    AttentionTraits<T, KV, DQK, DVO, kWarpsQ, kBlocksQ, kWarpsKV>::kBlocksOfSM)
     AttentionKernel(const __grid_constant__ AttentionParams<T> p) {
-  using Traits = AttentionTraits<T, DQK, DVO, kWarpsQ, kBlocksQ, kWarpsKV>;
+  using Traits = AttentionTraits<T, KV, DQK, DVO, kWarpsQ, kBlocksQ, kWarpsKV>;
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages;
   constexpr int kTilesS = Traits::kKeysOfWarp / 8;
   extern __shared__ __align__(16) char memory[];
   __shared__ ScheduleMemory<kThreads> schedule_memory;
-  __shared__ KeyAddress<T> addresses[kStages][Traits::kKeys];
+  __shared__ KeyAddress addresses[kStages][Traits::kKeys];
   __shared__ int exists[kStages][Traits::kKeys];
   __shared__ int range_begin, range_end;
   __shared__ long long next_index;
   T* q_tile = reinterpret_cast<T*>(memory);
-  T* stages = q_tile + Traits::kRows * Traits::kStrideQK;
+  char* stages = memory + Traits::kQueryBytes;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_q = warp % kWarpsQ, warp_kv = warp / kWarpsQ;
@@ -92,7 +100,7 @@ __global__ void __launch_bounds__(
     const int end = min(begin + chunk, max(range_end, range_begin));
     const int num_tiles = CeilDivInt(max(end - begin, 0), Traits::kKeys);
 
-    KeyAddress<T> next;
+    KeyAddress next;
     auto locate = [&](int tile) {
       const int key = begin + tile * Traits::kKeys + static_cast<int>(threadIdx.x);
       next = {nullptr, nullptr};
@@ -101,17 +109,17 @@ __global__ void __launch_bounds__(
     auto publish = [&](int tile) {
       if (threadIdx.x >= Traits::kKeys) return;
       const bool found = next.k != nullptr;
-      addresses[tile % kStages][threadIdx.x] = found ? next : KeyAddress<T>{p.k, p.v};
+      addresses[tile % kStages][threadIdx.x] = found ? next : KeyAddress{p.k, p.v};
       exists[tile % kStages][threadIdx.x] = found;
     };
     // Every tile is one group of copies, those past the end are empty ones: so many are under way
     // at each point of the loop.
     auto fetch = [&](int tile) {
       if (tile < num_tiles) {
-        T* stage = stages + (tile % kStages) * Traits::kStage;
-        LoadKeys<T, DQK, DVO, Traits::kKeys, kThreads>(addresses[tile % kStages],
-                                                       exists[tile % kStages], stage,
-                                                       stage + Traits::kKeys * Traits::kStrideQK);
+        char* stage = stages + (tile % kStages) * Traits::kStageBytes;
+        LoadKeys<KV, DQK, DVO, Traits::kKeys, kThreads, Traits::kPadding>(
+            addresses[tile % kStages], exists[tile % kStages], stage,
+            stage + Traits::kKeys * (DQK * sizeof(KV) + Traits::kPadding));
       }
       CommitCopies();
     };
@@ -169,8 +177,15 @@ __global__ void __launch_bounds__(
       __syncthreads();
       fetch(tile + kStages - 1);
       locate(tile + kStages);
-      T* k_tile = stages + (tile % kStages) * Traits::kStage;
+      char* stage = stages + (tile % kStages) * Traits::kStageBytes;
+      T* k_tile =
+          reinterpret_cast<T*>(Traits::kWidens ? stages + kStages * Traits::kStageBytes : stage);
       T* v_tile = k_tile + Traits::kKeys * Traits::kStrideQK;
+      if constexpr (Traits::kWidens) {
+        WidenRows<T, KV, DQK, Traits::kKeys, kThreads>(stage, k_tile, 1.f / kKeyUnit<T, KV>);
+        WidenRows<T, KV, DVO, Traits::kKeys, kThreads>(stage + Traits::kKeys * DQK, v_tile, 1.f);
+        __syncthreads();
+      }
       const int tile_begin = begin + tile * Traits::kKeys;
       if constexpr (kExtras) {
         if (p.rotary_dim > 0) {
@@ -288,8 +303,8 @@ __global__ void __launch_bounds__(
         state.sum[m][i] += __shfl_xor_sync(0xffffffffu, state.sum[m][i], 2);
       }
     }
-    StoreRows<T, DVO, kWarpsQ, kBlocksQ, kWarpsKV>(p, r, item, kv_head, first_row, packed_rows,
-                                                   num_chunks, index, state, memory);
+    StoreRows<T, KV, DVO, kWarpsQ, kBlocksQ, kWarpsKV>(p, r, item, kv_head, first_row, packed_rows,
+                                                       num_chunks, index, state, memory);
     __syncthreads();
   }
 }

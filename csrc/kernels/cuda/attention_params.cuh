@@ -15,7 +15,10 @@ constexpr int kMaxInlineRotaryPairs = 128;
 /*! \brief Keys of a request; index arrays that say more are wrong. */
 constexpr int kMaxKeys = 1 << 30;
 
-/*! \brief AttentionArgs, keys and extras as one kernel parameter. Strides count elements. */
+/*!
+ * \brief AttentionArgs, keys and extras as one kernel parameter. Strides of q count elements; those
+ * of keys and values, whose elements may be smaller, bytes.
+ */
 template <typename T>
 struct AttentionParams {
   int batch_size;
@@ -30,8 +33,8 @@ struct AttentionParams {
   T* o;
   float* lse;
 
-  const T* k;
-  const T* v;
+  const char* k;
+  const char* v;
   int64_t k_stride_outer, k_stride_head, k_stride_slot;
   int64_t v_stride_outer, v_stride_head, v_stride_slot;
   int num_tokens;  // of ragged keys
@@ -56,6 +59,7 @@ struct AttentionParams {
 
   float scale_log2;  // sm_scale * log2(e), or sm_scale / cap with a cap
   float cap_log2;    // cap * log2(e), 0 without a cap
+  float v_scale;     // of 8-bit values; 1 with others, whose kernels do not read it
   const float* alibi_slopes;
   bool alibi_by_position;
   const float* sinks;
@@ -129,17 +133,16 @@ __device__ __forceinline__ RequestInfo ReadRequest(const AttentionParams<T>& p, 
 }
 
 /*! \brief Where one key of a request and its value lie; null when the page table is bad. */
-template <typename T>
 struct alignas(16) KeyAddress {
-  const T* k;
-  const T* v;
+  const char* k;
+  const char* v;
 };
 
 template <typename T>
-__device__ __forceinline__ KeyAddress<T> LocateKey(const AttentionParams<T>& p,
-                                                   const RequestInfo& r, int key, int kv_head) {
-  const T* k = p.k + kv_head * p.k_stride_head;
-  const T* v = p.v + kv_head * p.v_stride_head;
+__device__ __forceinline__ KeyAddress LocateKey(const AttentionParams<T>& p, const RequestInfo& r,
+                                                int key, int kv_head) {
+  const char* k = p.k + kv_head * p.k_stride_head;
+  const char* v = p.v + kv_head * p.v_stride_head;
   if (p.page_size == 0) {
     const int64_t token = static_cast<int64_t>(r.kv_begin) + key;
     return {k + token * p.k_stride_slot, v + token * p.v_stride_slot};

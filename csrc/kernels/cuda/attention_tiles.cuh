@@ -4,6 +4,7 @@
 #define TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_TILES_CUH_
 
 #include "attention_schedule.cuh"
+#include "float8.cuh"
 #include "mma.cuh"
 
 namespace tvm_flashinfer {
@@ -120,15 +121,15 @@ __device__ __forceinline__ void LoadQueries(const AttentionParams<T>& p, const R
 }
 
 /*!
- * \brief Start the copy of one tile of keys and values, whose rows have 8 elements of padding; keys
- * that do not exist become 0.
+ * \brief Start the copy of one tile of keys and values as they are stored, each row followed by
+ * kPadding bytes; keys that do not exist become 0.
  */
-template <typename T, int DQK, int DVO, int kKeys, int kThreads>
-__device__ __forceinline__ void LoadKeys(const KeyAddress<T>* addresses, const int* exists,
-                                         T* k_tile, T* v_tile) {
+template <typename KV, int DQK, int DVO, int kKeys, int kThreads, int kPadding>
+__device__ __forceinline__ void LoadKeys(const KeyAddress* addresses, const int* exists,
+                                         char* k_tile, char* v_tile) {
   auto load = [&](auto head_dim, auto loads_k, auto loads_v) {
-    constexpr int D = decltype(head_dim)::value;
-    constexpr unsigned kPieces = D / 8, kCount = kKeys * kPieces;
+    constexpr int kRowBytes = decltype(head_dim)::value * sizeof(KV);
+    constexpr unsigned kPieces = kRowBytes / 16, kCount = kKeys * kPieces;
 #pragma unroll
     for (unsigned i = 0; i < (kCount + kThreads - 1) / kThreads; ++i) {
       // A thread has the same columns of each of its keys where the numbers allow it; spelled out,
@@ -136,20 +137,21 @@ __device__ __forceinline__ void LoadKeys(const KeyAddress<T>* addresses, const i
       unsigned key, d;
       if constexpr (kThreads % kPieces == 0) {
         key = threadIdx.x / kPieces + i * (kThreads / kPieces);
-        d = threadIdx.x % kPieces * 8;
+        d = threadIdx.x % kPieces * 16;
       } else {
         key = (i * kThreads + threadIdx.x) / kPieces;
-        d = (i * kThreads + threadIdx.x) % kPieces * 8;
+        d = (i * kThreads + threadIdx.x) % kPieces * 16;
       }
       if (kCount % kThreads != 0 && key >= kKeys) break;
       // As one load: a field at a time the compiler makes four of them.
       const ulonglong2 raw = *reinterpret_cast<const ulonglong2*>(&addresses[key]);
-      const KeyAddress<T> at{reinterpret_cast<const T*>(raw.x), reinterpret_cast<const T*>(raw.y)};
+      const KeyAddress at{reinterpret_cast<const char*>(raw.x),
+                          reinterpret_cast<const char*>(raw.y)};
       if constexpr (decltype(loads_k)::value) {
-        CopyAsync16(k_tile + key * (D + 8) + d, at.k + d, exists[key]);
+        CopyAsync16(k_tile + key * (kRowBytes + kPadding) + d, at.k + d, exists[key]);
       }
       if constexpr (decltype(loads_v)::value) {
-        CopyAsync16(v_tile + key * (D + 8) + d, at.v + d, exists[key]);
+        CopyAsync16(v_tile + key * (kRowBytes + kPadding) + d, at.v + d, exists[key]);
       }
     }
   };
@@ -190,7 +192,7 @@ __device__ __forceinline__ OutputRow<T> LocateRow(const AttentionParams<T>& p, c
 }
 
 /*! \brief The sum with the sink of the head, if it has one, and the factor that normalises o. */
-template <typename T>
+template <typename T, typename KV>
 __device__ __forceinline__ float FinishRow(const AttentionParams<T>& p, const OutputRow<T>& row,
                                            float top, float sum, bool writes_lse) {
   float scale = 1.f;
@@ -203,6 +205,7 @@ __device__ __forceinline__ float FinishRow(const AttentionParams<T>& p, const Ou
   }
   const bool empty = !(sum > 0.f);
   if (writes_lse && p.lse != nullptr) p.lse[row.state] = empty ? -INFINITY : top + log2f(sum);
+  if constexpr (sizeof(KV) < sizeof(T)) scale *= p.v_scale;
   return empty ? 0.f : scale / sum;
 }
 
@@ -210,7 +213,7 @@ __device__ __forceinline__ float FinishRow(const AttentionParams<T>& p, const Ou
  * \brief Write the rows of a tile: to the output, or as a part when keys were split. The block
  * whose part is the last of its tile merges them all.
  */
-template <typename T, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV>
+template <typename T, typename KV, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV>
 __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const RequestInfo& r,
                                           const WorkItem& item, int kv_head, int first_row,
                                           int packed_rows, int num_chunks, long long index,
@@ -254,7 +257,7 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
     Target target{nullptr, part_o + row * DVO, 1.f};
     if (num_chunks == 1) {
       const OutputRow<T> out = LocateRow(p, r, kv_head, first_row + row);
-      target.scale = FinishRow(p, out, top, sum, first);
+      target.scale = FinishRow<T, KV>(p, out, top, sum, first);
       target.o = p.o + out.state * DVO;
     } else if (first) {
       part_state[row] = make_float2(top, sum);
@@ -338,7 +341,7 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
       value.y += weight * o.y;
     }
     const OutputRow<T> out = LocateRow(p, r, kv_head, first_row + row);
-    const float scale = FinishRow(p, out, top, sum, d == 0);
+    const float scale = FinishRow<T, KV>(p, out, top, sum, d == 0);
     *reinterpret_cast<uint32_t*>(p.o + out.state * DVO + d) =
         Pack<T>(value.x * scale, value.y * scale);
   }

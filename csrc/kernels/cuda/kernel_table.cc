@@ -97,9 +97,12 @@ void* Find(const std::string& name, int major, int minor) {
   return nullptr;
 }
 
-std::string KernelName(const char* op, DType dtype, int head_dim_qk, int head_dim_vo) {
+std::string KernelName(const char* op, DType dtype, DType kv_dtype, int head_dim_qk,
+                       int head_dim_vo) {
   std::ostringstream name;
-  name << op << ":" << DTypeName(dtype) << ":d" << head_dim_qk;
+  name << op << ":" << DTypeName(dtype);
+  if (kv_dtype != dtype) name << ":" << DTypeName(kv_dtype);
+  name << ":d" << head_dim_qk;
   if (head_dim_vo != head_dim_qk) name << "x" << head_dim_vo;
   return name.str();
 }

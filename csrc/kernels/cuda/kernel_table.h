@@ -59,8 +59,15 @@ bool ArchRunsOn(const std::string& arch, int major, int minor);
  */
 enum LaunchStatus : int { kOk = 0, kFailed = 1, kBadArgument = 2 };
 
-/*! \brief Names of launchers: "<op>" or "<op>:<dtype>:d<head_dim>" as spelt by KernelName. */
-std::string KernelName(const char* op, DType dtype, int head_dim_qk, int head_dim_vo);
+/*!
+ * \brief Names of launchers: "<op>", or "<op>:<dtype>:d<head_dim>" as spelt by KernelName, with
+ * the dtype of keys and values after that of queries where it is another.
+ */
+std::string KernelName(const char* op, DType dtype, DType kv_dtype, int head_dim_qk,
+                       int head_dim_vo);
+inline std::string KernelName(const char* op, DType dtype, int head_dim_qk, int head_dim_vo) {
+  return KernelName(op, dtype, dtype, head_dim_qk, head_dim_vo);
+}
 
 /*! \brief What a plan is made from; the index arrays are in host memory and were checked. */
 struct PlanArgs {

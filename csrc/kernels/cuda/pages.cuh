@@ -1,9 +1,11 @@
-// Moves of keys and values between pages and plain tensors. They copy bytes, whatever the dtype.
+// Moves of keys and values between pages and plain tensors. They copy bytes, whatever the dtype,
+// but for rows that become 8-bit ones.
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_PAGES_CUH_
 #define TVM_FLASHINFER_KERNELS_CUDA_PAGES_CUH_
 
 #include <algorithm>
 
+#include "float8.cuh"
 #include "vector.cuh"
 
 namespace tvm_flashinfer {
@@ -33,14 +35,16 @@ PoolView<Piece> ViewOf(const PagePool& pool) {
           pool.page_size, static_cast<int>(row_bytes / sizeof(Piece))};
 }
 
-/*! \brief Call body(Piece()) with 16-byte pieces where rows and addresses allow them, else 2. */
+/*! \brief Call body(Piece()) with 16-byte pieces where rows and addresses allow them, else 2 or 1.
+ */
 template <typename Body>
 cudaError_t DispatchPiece(const PagePool& pool, std::initializer_list<const void*> addresses,
                           const Body& body) {
   const int64_t row_bytes = static_cast<int64_t>(pool.head_dim) * ElementSize(pool.dtype);
-  return CanVectorize(row_bytes, {pool.data}) && CanVectorize(row_bytes, addresses)
-             ? body(uint4())
-             : body(uint16_t());
+  if (CanVectorize(row_bytes, {pool.data}) && CanVectorize(row_bytes, addresses)) {
+    return body(uint4());
+  }
+  return IsFloat8(pool.dtype) ? body(uint8_t()) : body(uint16_t());
 }
 
 constexpr int kPageThreads = 256;
@@ -69,6 +73,29 @@ __global__ void MoveRowsKernel(PoolView<Piece> pool, int64_t num_rows, Piece* k,
     } else {
       k[i] = inside ? pool.At(slot, 0, head)[piece] : Piece();
       v[i] = inside ? pool.At(slot, 1, head)[piece] : Piece();
+    }
+  }
+}
+
+/*! \brief Rows of T go to a pool of 8 bits; a thread rounds kVec neighbours, a Vector of bytes. */
+template <typename T, typename KV, int kVec>
+__global__ void AppendFloat8Kernel(PoolView<Vector<uint8_t, kVec>> pool, AppendArgs args) {
+  const int64_t work = args.num_rows * pool.num_heads * pool.pieces;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < work;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int piece = static_cast<int>(i % pool.pieces);
+    const int64_t row_head = i / pool.pieces;
+    const int head = static_cast<int>(row_head % pool.num_heads);
+    const int64_t slot = args.position_map[row_head / pool.num_heads];
+    if (slot < 0 || slot >= pool.num_slots) continue;
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      const float scale = which == 0 ? args.k_scale : args.v_scale;
+      const auto row = static_cast<const Vector<T, kVec>*>(which == 0 ? args.k : args.v)[i];
+      Vector<uint8_t, kVec> codes;
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) codes.data[j] = Quantize<KV>(ToFloat(row.data[j]), scale);
+      pool.At(slot, which, head)[piece] = codes;
     }
   }
 }
@@ -113,8 +140,30 @@ __global__ void CompactCopyKernel(PoolView<Piece> pool, int batch_size, const in
   }
 }
 
+template <typename T, typename KV>
+cudaError_t AppendFloat8(const AppendArgs& args, cudaStream_t stream) {
+  auto launch = [&](auto vec) {
+    constexpr int kVec = decltype(vec)::value;
+    const auto pool = ViewOf<Vector<uint8_t, kVec>>(args.pool);
+    const int64_t work = args.num_rows * pool.num_heads * pool.pieces;
+    if (work == 0) return cudaSuccess;
+    AppendFloat8Kernel<T, KV, kVec><<<PageBlocks(work), kPageThreads, 0, stream>>>(pool, args);
+    return cudaGetLastError();
+  };
+  const bool wide = CanVectorize(args.pool.head_dim * sizeof(T), {args.k, args.v, args.pool.data});
+  return wide ? launch(std::integral_constant<int, kWide<T>>())
+              : launch(std::integral_constant<int, 1>());
+}
+
 inline int AppendPagedKVCache(const AppendArgs& args, CudaStream stream, char* error) {
   return Guarded(stream, error, [&](cudaStream_t handle) {
+    if (args.dtype != args.pool.dtype) {
+      return DispatchDType(args.dtype, [&](auto element) {
+        using T = decltype(element);
+        return args.pool.dtype == DType::kFloat8E4M3 ? AppendFloat8<T, __nv_fp8_e4m3>(args, handle)
+                                                     : AppendFloat8<T, __nv_fp8_e5m2>(args, handle);
+      });
+    }
     return DispatchPiece(args.pool, {args.k, args.v}, [&](auto piece) {
       using Piece = decltype(piece);
       const auto pool = ViewOf<Piece>(args.pool);

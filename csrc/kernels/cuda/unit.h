@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -28,8 +29,12 @@ struct Registrar {
 
 template <typename T>
 constexpr DType DTypeOf() {
-  static_assert(std::is_same_v<T, half> || std::is_same_v<T, nv_bfloat16>, "no kernel dtype");
-  return std::is_same_v<T, half> ? DType::kFloat16 : DType::kBFloat16;
+  if (std::is_same_v<T, half>) return DType::kFloat16;
+  if (std::is_same_v<T, __nv_fp8_e4m3>) return DType::kFloat8E4M3;
+  if (std::is_same_v<T, __nv_fp8_e5m2>) return DType::kFloat8E5M2;
+  static_assert(std::is_same_v<T, half> || std::is_same_v<T, nv_bfloat16> || sizeof(T) == 1,
+                "no kernel dtype");
+  return DType::kBFloat16;
 }
 
 /*! \brief Makes a device current and puts the former one back. */

@@ -1,4 +1,5 @@
-// Attention scheduled on the device, over paged or ragged keys, for one dtype and head dimensions.
+// Attention scheduled on the device, over paged or ragged keys, for one dtype of queries, one of
+// keys and values, and head dimensions.
 #include "../../workspace.h"
 #include "../attention_kernel.cuh"
 
@@ -8,6 +9,7 @@ namespace cuda {
 namespace {
 
 using T = TVM_FLASHINFER_DTYPE;
+using KV = TVM_FLASHINFER_KV_DTYPE;
 constexpr int kHeadDimQK = TVM_FLASHINFER_HEAD_DIM_QK;
 constexpr int kHeadDimVO = TVM_FLASHINFER_HEAD_DIM_VO;
 static_assert(kHeadDimQK % 16 == 0 && kHeadDimVO % 16 == 0, "head dimensions come in 16s");
@@ -15,6 +17,7 @@ static_assert(kHeadDimQK % 16 == 0 && kHeadDimVO % 16 == 0, "head dimensions com
 AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
                               const RaggedKV* ragged, const AttentionExtras& extras,
                               int64_t kv_length) {
+  constexpr int64_t kElement = sizeof(KV);
   AttentionParams<T> p{};
   p.batch_size = args.batch_size;
   p.num_qo_heads = args.num_qo_heads;
@@ -28,14 +31,14 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
   p.o = static_cast<T*>(args.o);
   p.lse = args.lse;
   if (paged != nullptr) {
-    p.k = static_cast<const T*>(paged->k);
-    p.v = static_cast<const T*>(paged->v);
-    p.k_stride_outer = paged->k_stride_page;
-    p.k_stride_head = paged->k_stride_head;
-    p.k_stride_slot = paged->k_stride_slot;
-    p.v_stride_outer = paged->v_stride_page;
-    p.v_stride_head = paged->v_stride_head;
-    p.v_stride_slot = paged->v_stride_slot;
+    p.k = static_cast<const char*>(paged->k);
+    p.v = static_cast<const char*>(paged->v);
+    p.k_stride_outer = kElement * paged->k_stride_page;
+    p.k_stride_head = kElement * paged->k_stride_head;
+    p.k_stride_slot = kElement * paged->k_stride_slot;
+    p.v_stride_outer = kElement * paged->v_stride_page;
+    p.v_stride_head = kElement * paged->v_stride_head;
+    p.v_stride_slot = kElement * paged->v_stride_slot;
     p.num_pages = paged->num_pages;
     p.num_indices = kv_length;
     p.page_size = paged->page_size;
@@ -45,12 +48,12 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
     p.window_offset = extras.window_offset;
     p.sink_size = extras.sink_size;
   } else {
-    p.k = static_cast<const T*>(ragged->k);
-    p.v = static_cast<const T*>(ragged->v);
-    p.k_stride_head = ragged->k_stride_head;
-    p.k_stride_slot = ragged->k_stride_token;
-    p.v_stride_head = ragged->v_stride_head;
-    p.v_stride_slot = ragged->v_stride_token;
+    p.k = static_cast<const char*>(ragged->k);
+    p.v = static_cast<const char*>(ragged->v);
+    p.k_stride_head = kElement * ragged->k_stride_head;
+    p.k_stride_slot = kElement * ragged->k_stride_token;
+    p.v_stride_head = kElement * ragged->v_stride_head;
+    p.v_stride_slot = kElement * ragged->v_stride_token;
     p.num_tokens = static_cast<int>(kv_length);
     p.kv_indptr = ragged->indptr;
   }
@@ -62,8 +65,10 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
   p.num_tree_nodes = extras.num_tree_nodes;
   constexpr double kLog2E = 1.4426950408889634;
   const double cap = extras.logits_soft_cap;
-  p.scale_log2 = static_cast<float>(cap > 0 ? args.sm_scale / cap : args.sm_scale * kLog2E);
+  const double sm_scale = args.sm_scale * kKeyUnit<T, KV>;
+  p.scale_log2 = static_cast<float>(cap > 0 ? sm_scale / cap : sm_scale * kLog2E);
   p.cap_log2 = static_cast<float>(cap > 0 ? cap * kLog2E : 0.0);
+  p.v_scale = static_cast<float>(args.v_scale);
   p.alibi_slopes = extras.alibi_slopes;
   p.alibi_by_position = extras.alibi_by_position;
   p.sinks = extras.sinks;
@@ -133,9 +138,9 @@ int64_t MaxSplitItems(const AttentionParams<T>& p, int tile_rows) {
 
 template <int kWarpsQ, int kBlocksQ, int kWarpsKV, bool kExtras>
 cudaError_t Run(AttentionParams<T> p, cudaStream_t stream) {
-  using Traits = AttentionTraits<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV>;
+  using Traits = AttentionTraits<T, KV, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV>;
   constexpr auto kernel =
-      AttentionKernel<T, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV, kExtras>;
+      AttentionKernel<T, KV, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV, kExtras>;
   cudaError_t status =
       ResidentBlocks<kernel>(Traits::kThreads, Traits::kSharedBytes, &p.resident_blocks);
   if (status != cudaSuccess) return status;
@@ -192,7 +197,7 @@ int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const Ragged
 
 const std::string& Name() {
   static const std::string name =
-      KernelName("batch_attention", DTypeOf<T>(), kHeadDimQK, kHeadDimVO);
+      KernelName("batch_attention", DTypeOf<T>(), DTypeOf<KV>(), kHeadDimQK, kHeadDimVO);
   return name;
 }
 
