@@ -110,13 +110,23 @@ def _allocated(device_name: str) -> Workspaces:
     )
 
 
-@pytest.fixture
-def workspaces(device: Any) -> Workspaces:
-    """Workspaces full of 0xFF: what an earlier call left there must not matter."""
-    found = _allocated("cpu" if device.dlpack_device_type() == 1 else "cuda")
+def _poisoned_workspaces(device_name: str) -> Workspaces:
+    found = _allocated(device_name)
     for workspace in found:
         _poison(int(workspace.shape[0])).copyto(workspace)
     return found
+
+
+@pytest.fixture
+def workspaces(device: Any) -> Workspaces:
+    """Workspaces full of 0xFF: what an earlier call left there must not matter."""
+    return _poisoned_workspaces("cpu" if device.dlpack_device_type() == 1 else "cuda")
+
+
+@pytest.fixture
+def cuda_workspaces(cuda: Any) -> Workspaces:
+    """The same for tests of CUDA alone."""
+    return _poisoned_workspaces("cuda")
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@
   X(batch_prefill_ragged_run, BatchPrefillRaggedRun)           \
   X(batch_decode_plan, BatchDecodePlan)                        \
   X(batch_decode_run, BatchDecodeRun)                          \
+  X(batch_mla_plan, BatchMLAPlan)                              \
+  X(batch_mla_run, BatchMLARun)                                \
   X(bind_attention, BindAttention)                             \
   X(bind_attention_prefill_paged, BindAttentionPrefillPaged)   \
   X(bind_attention_decode_paged, BindAttentionDecodePaged)     \

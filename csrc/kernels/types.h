@@ -165,6 +165,50 @@ struct AttentionExtras {
   const int32_t* k_positions;    // (batch_size,), or null for those of the rows
 };
 
+/*!
+ * \brief Latent attention (MLA) over pages: the key of all heads is a slot of ckv and then of kpe,
+ * its value the slot of ckv alone.
+ *
+ * q_nope is (num_rows, num_heads, head_dim_ckv) and q_pe (num_rows, num_heads, head_dim_kpe); ckv
+ * is (num_pages, page_size, head_dim_ckv) and kpe (num_pages, page_size, head_dim_kpe), all with
+ * unit stride in the last dimension. o is (num_rows, num_heads, head_dim_ckv) and lse, which may be
+ * null, (num_rows, num_heads), contiguous. Rows, masks and lse are those of AttentionArgs.
+ */
+struct MLAArgs {
+  DType dtype;
+  int32_t batch_size;
+  int32_t num_heads;
+  int32_t head_dim_ckv;
+  int32_t head_dim_kpe;
+  int64_t num_rows;
+  const void* q_nope;
+  const void* q_pe;
+  int64_t q_nope_stride_row;
+  int64_t q_nope_stride_head;
+  int64_t q_pe_stride_row;
+  int64_t q_pe_stride_head;
+  const void* ckv;
+  const void* kpe;
+  int64_t ckv_stride_page;
+  int64_t ckv_stride_slot;
+  int64_t kpe_stride_page;
+  int64_t kpe_stride_slot;
+  int64_t num_pages;
+  int32_t page_size;
+  const int32_t* page_indices;
+  void* o;
+  float* lse;
+  bool causal;
+  double sm_scale;
+};
+
+/*! \brief Rows and pages of the requests of an MLA batch, as in AttentionArgs and PagedKV. */
+struct MLATable {
+  const int32_t* qo_indptr;
+  const int32_t* page_indptr;
+  const int32_t* last_page_len;
+};
+
 /*! \brief Merge of two attention states over disjoint keys; the merged one may alias the first. */
 struct MergeStateArgs {
   DType dtype;

@@ -251,7 +251,7 @@ void CheckCudaPages(const Checker& check, const kernels::AttentionArgs& args,
   CheckCudaStrides(check, args, kv.k, kv.v, {kv.k_stride_page, kv.k_stride_head, kv.k_stride_slot});
 }
 
-void RequireCudaAttention(const Checker& check, const kernels::AttentionArgs& args) {
+void RequireCudaAttention(const Checker& check, const kernels::AttentionArgs& args, bool ragged) {
   std::string reason;
   if (args.dtype == kernels::DType::kFloat32) {
     reason = "CUDA attention runs in float16 and bfloat16; float32 is served on CPU alone";
@@ -259,11 +259,14 @@ void RequireCudaAttention(const Checker& check, const kernels::AttentionArgs& ar
   auto supported = [](int head_dim) {
     return head_dim == 64 || head_dim == 128 || head_dim == 256;
   };
-  if (reason.empty() && !(supported(args.head_dim_qk) && args.head_dim_vo == args.head_dim_qk)) {
+  const bool latent = ragged && args.head_dim_qk == 192 && args.head_dim_vo == 128;
+  const bool equal = supported(args.head_dim_qk) && args.head_dim_vo == args.head_dim_qk;
+  if (reason.empty() && !equal && !latent) {
     std::ostringstream message;
     message << "head_dim " << args.head_dim_qk;
     if (args.head_dim_vo != args.head_dim_qk) message << " with values of " << args.head_dim_vo;
     message << " has no CUDA kernel; head_dim 64, 128 and 256 have (pad to the next of them)";
+    if (ragged) message << ", and 192 with values of 128";
     reason = message.str();
   }
   if (reason.empty() && !(args.sm_scale > 0)) {

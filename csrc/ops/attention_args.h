@@ -87,8 +87,13 @@ void CheckPagedContents(const Checker& check, const TensorView& page_indptr,
                         const TensorView& page_indices, const TensorView& last_page_len,
                         int64_t batch_size, int64_t num_pages, int64_t page_size);
 
-/*! \brief Raise when no CUDA kernel exists for this dtype and these head dimensions. */
-void RequireCudaAttention(const Checker& check, const kernels::AttentionArgs& args);
+/*!
+ * \brief Raise when no CUDA kernel exists for this dtype and these head dimensions.
+ * \param ragged Whether keys are ragged: these may have the head dimensions of latent attention
+ * before compression.
+ */
+void RequireCudaAttention(const Checker& check, const kernels::AttentionArgs& args,
+                          bool ragged = false);
 
 /*! \brief Raise when q, keys, values or o cannot be moved 16 bytes at a time. */
 void CheckCudaAlignment(const Checker& check, const kernels::AttentionArgs& args, const void* k,

@@ -18,11 +18,12 @@ tvm::ffi::Array<int64_t> MakePlan(const PlanHeader& header, const std::vector<in
 PlanReader::PlanReader(const Checker& check, const tvm::ffi::Array<int64_t>& plan,
                        int64_t expected_kind)
     : check_(check) {
-  const bool prefill = expected_kind == kPrefillHeader;
+  const char* maker = expected_kind == kPrefillHeader  ? "flashinfer.batch_prefill_plan"
+                      : expected_kind == kDecodeHeader ? "flashinfer.batch_decode_plan"
+                                                       : "flashinfer.batch_mla_plan";
   const int64_t size = static_cast<int64_t>(plan.size());
   if (size < PlanHeader::kSize || plan[0] != expected_kind) {
-    check.FailValue(std::string("`plan` was not made by ") +
-                    (prefill ? "flashinfer.batch_prefill_plan" : "flashinfer.batch_decode_plan"));
+    check.FailValue(std::string("`plan` was not made by ") + maker);
   }
   int64_t* field = reinterpret_cast<int64_t*>(&header_);
   for (int64_t i = 0; i < PlanHeader::kSize; ++i) field[i] = plan[i];
@@ -35,10 +36,13 @@ PlanReader::PlanReader(const Checker& check, const tvm::ffi::Array<int64_t>& pla
       !in_range(header_.num_qo_heads, 1) || !in_range(header_.num_kv_heads, 1) ||
       !in_range(header_.head_dim_qk, 1) || !in_range(header_.head_dim_vo, 1) ||
       !in_range(header_.page_size, 1) || !in_range(header_.window_left, -1) ||
-      (!prefill && header_.num_rows != header_.batch_size)) {
-    check.FailValue(
-        "`plan` was changed after it was made; pass it on as the plan function gave it");
+      (expected_kind == kDecodeHeader && header_.num_rows != header_.batch_size)) {
+    FailChanged();
   }
+}
+
+void PlanReader::FailChanged() const {
+  check_.FailValue("`plan` was changed after it was made; pass it on as the plan function gave it");
 }
 
 void PlanReader::Require(const char* name, int64_t planned, int64_t got) const {

@@ -32,7 +32,11 @@ struct PlanHeader {
   static constexpr int64_t kSize = 14;
 };
 
-enum PlanHeaderKind : int64_t { kPrefillHeader = 0x70726531, kDecodeHeader = 0x64656331 };
+enum PlanHeaderKind : int64_t {
+  kPrefillHeader = 0x70726531,
+  kDecodeHeader = 0x64656331,
+  kMLAHeader = 0x6d6c6131
+};
 
 tvm::ffi::Array<int64_t> MakePlan(const PlanHeader& header, const std::vector<int64_t>& kernel);
 
@@ -47,6 +51,8 @@ class PlanReader {
   /*! \brief The run's value of one field, under the name that the user knows, equals the plan's. */
   void Require(const char* name, int64_t planned, int64_t got) const;
   void RequireDevice(DLDevice device) const;
+  /*! \brief Raise for a plan that the plan function did not make like this. */
+  [[noreturn]] void FailChanged() const;
   /*! \brief The plan's offsets point into a workspace of `planned` bytes. */
   void RequireBytes(const char* name, int64_t planned, const TensorView& workspace) const;
 

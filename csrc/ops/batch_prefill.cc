@@ -112,7 +112,7 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
     shape.head_dim_qk = static_cast<int32_t>(head_dim_qk);
     shape.head_dim_vo = static_cast<int32_t>(head_dim_vo);
     shape.sm_scale = 1;
-    RequireCudaAttention(check, shape);
+    RequireCudaAttention(check, shape, /*ragged=*/page_size == 1);
     const kernels::cuda::PlanArgs args{DataOf(float_workspace),
                                        float_workspace.numel(),
                                        DataOf(int_workspace),
@@ -236,7 +236,7 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
     check.Run([&] { kernels::cpu::BatchAttentionRagged(args, kv); });
     return;
   }
-  RequireCudaAttention(check, args);
+  RequireCudaAttention(check, args, /*ragged=*/true);
   CheckCudaStrides(check, args, kv.k, kv.v,
                    {kv.k_stride_token, kv.k_stride_head, kv.v_stride_token, kv.v_stride_head,
                     keys.length * kv.k_stride_token, keys.length * kv.v_stride_token});

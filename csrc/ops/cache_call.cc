@@ -382,7 +382,11 @@ void CacheCall::RunOnCuda() {
     reason = "CUDA attention runs in float16 and bfloat16; float32 is served on CPU alone";
   } else if (!fits(args_.head_dim_qk) || !fits(args_.head_dim_vo)) {
     reason = Text("head_dim ", args_.head_dim_qk, " with values of ", args_.head_dim_vo,
-                  " has no CUDA kernel; multiples of 16 up to ", kMaxHeadDim, " have");
+                  " has no CUDA kernel", bound_.slot() == CacheSlot::kMLA ? " without a plan" : "",
+                  "; multiples of 16 up to ", kMaxHeadDim, " have",
+                  bound_.slot() == CacheSlot::kMLA
+                      ? ", and batch_mla_plan and batch_mla_run serve 576 with values of 512"
+                      : "");
   } else if (!(args_.sm_scale > 0)) {
     reason = Text("`sm_scale` is ", args_.sm_scale,
                   "; the CUDA kernels need a positive one (negate q for a negative scale)");

@@ -326,7 +326,12 @@ void CheckPageTable(const Checker& check, const int32_t* indptr, const int32_t* 
                            " tokens"));
     }
   }
-  for (int64_t i = 0; i < indptr[batch_size]; ++i) {
+  CheckPageIndices(check, indices, indptr[batch_size], num_pages);
+}
+
+void CheckPageIndices(const Checker& check, const int32_t* indices, int64_t size,
+                      int64_t num_pages) {
+  for (int64_t i = 0; i < size; ++i) {
     if (indices[i] < 0 || indices[i] >= num_pages) {
       check.FailValue(Text("`page_indices`[", i, "] is ", indices[i], ", but there are only ",
                            num_pages, " pages"));

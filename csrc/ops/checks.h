@@ -133,6 +133,10 @@ void CheckPageTable(const Checker& check, const int32_t* indptr, const int32_t* 
                     const int32_t* last_page_len, int64_t batch_size, int64_t num_pages,
                     int64_t page_size);
 
+/*! \brief Page indices lie in the pool. */
+void CheckPageIndices(const Checker& check, const int32_t* indices, int64_t size,
+                      int64_t num_pages);
+
 /*! \brief Every position lies in the pool; -1 is let pass where rows may be left out. */
 void CheckPositions(const Checker& check, const char* name, const int32_t* positions, int64_t size,
                     int64_t num_slots, bool allow_skip);

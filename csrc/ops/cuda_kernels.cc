@@ -120,6 +120,16 @@ void RefuseCapture(const Checker& check, DLDevice device, const char* reason) {
   }
 }
 
+void* FindLoaded(const Checker& check, const std::string& name, DLDevice device) {
+  Arch arch{0, 0};
+  return Lookup(check, name, device, &arch);
+}
+
+bool RunsOnArch(const Checker& check, DLDevice device, int major, int minor) {
+  Arch arch{0, 0};
+  return DeviceArch(check, device.device_id, &arch) && arch.major == major && arch.minor == minor;
+}
+
 std::vector<int32_t> ReadBack(const Checker& check, const TensorView& tensor) {
   std::vector<int32_t> values(tensor.numel());
   if (values.empty()) return values;

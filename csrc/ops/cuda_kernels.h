@@ -17,7 +17,7 @@ kernels::CudaStream CurrentStream(DLDevice device);
 
 /*! \brief A unit of kernels, as the Python package spells its specs. */
 struct UnitSpec {
-  const char* kind;  // "common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode"
+  const char* kind;  // "common", "batch_prefill_paged", ...: a file of csrc/kernels/cuda/units
   kernels::DType dtype;
   int head_dim_qk;
   int head_dim_vo;
@@ -30,6 +30,12 @@ constexpr UnitSpec kCommonUnit{"common", kernels::DType::kFloat16, 0, 0};
 /*! \brief A launcher that runs on `device`, or a RuntimeError. `spec` is the unit that holds it. */
 void* RequireKernel(const Checker& check, const std::string& name, const UnitSpec& spec,
                     DLDevice device);
+
+/*! \brief A launcher that runs on `device` and is loaded by now, or null; nothing is built. */
+void* FindLoaded(const Checker& check, const std::string& name, DLDevice device);
+
+/*! \brief Whether `device` has this compute capability; needs a loaded unit. */
+bool RunsOnArch(const Checker& check, DLDevice device, int major, int minor);
 
 template <typename Fn>
 Fn RequireCommon(const Checker& check, const char* name, DLDevice device) {

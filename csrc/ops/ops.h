@@ -57,6 +57,16 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
                     Optional<TensorView> lse, int64_t layout, int64_t window_left, bool enable_pdl,
                     double sm_scale, double rope_rcp_scale, double rope_rcp_theta);
 
+Array<int64_t> BatchMLAPlan(TensorView float_workspace, TensorView int_workspace,
+                            TensorView pinned_int_workspace, TensorView qo_indptr,
+                            TensorView kv_indptr, TensorView kv_len, int64_t num_heads,
+                            int64_t head_dim_ckv, bool causal);
+
+void BatchMLARun(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan,
+                 TensorView q_nope, TensorView q_pe, TensorView ckv, TensorView kpe,
+                 TensorView page_indices, TensorView o, Optional<TensorView> lse, int64_t mask_mode,
+                 int64_t num_heads, int64_t page_size, double sm_scale, bool return_lse_base_on_e);
+
 Function BindAttention(String slot, String options, Optional<Tensor> sinks,
                        Optional<Tensor> alibi_slopes);
 Function BindAttentionPrefillPaged(String options);

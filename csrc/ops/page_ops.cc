@@ -29,7 +29,7 @@ kernels::PagePool ReadPool(const Checker& check, const TensorView& pages) {
           DataOf(pages)};
 }
 
-/*! \brief The pool of latent attention, whose moves have no CUDA kernels yet. */
+/*! \brief The pool of latent attention. */
 kernels::RowPool ReadRowPool(const Checker& check, const TensorView& pages) {
   check.Device("pages", pages);
   const kernels::DType dtype = check.StoredDType("pages", pages);
@@ -37,10 +37,6 @@ kernels::RowPool ReadRowPool(const Checker& check, const TensorView& pages) {
   check.Sizes32("pages", pages);
   check.Contiguous("pages", pages);
   check.Positive("page_size", pages.size(1));
-  if (!IsCPU(pages.device())) {
-    check.FailValue(
-        "pages of latent attention (MLA) are served on CPU alone; take TVM's function for CUDA");
-  }
   return {dtype, pages.size(0), static_cast<int32_t>(pages.size(1)),
           static_cast<int32_t>(pages.size(2)), DataOf(pages)};
 }
@@ -140,8 +136,14 @@ void AppendMLA(double scale, const TensorView& pages, const TensorView& kv,
   check.OnDevice("position_map", position_map, device);
   check.NoOverlap("pages", pages, {{"kv", kv}, {"position_map", position_map}});
   CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/true);
-  kernels::cpu::AppendRows(
-      {pool, n, DataOf(kv), DataOf<int32_t>(position_map), dtype, static_cast<float>(scale)});
+  const kernels::AppendRowsArgs args{
+      pool, n, DataOf(kv), DataOf<int32_t>(position_map), dtype, static_cast<float>(scale)};
+  if (IsCPU(device)) {
+    kernels::cpu::AppendRows(args);
+    return;
+  }
+  auto run = RequireCommon<kernels::cuda::AppendRowsFn>(check, "append_rows", device);
+  Launch(check, run, args, CurrentStream(device));
 }
 
 }  // namespace
@@ -269,7 +271,14 @@ void CopySinglePageMLA(TensorView pages, int64_t src_page, int64_t tgt_page, int
   CheckRange(check, "tgt_page", tgt_page, pool.num_pages, "the pages of `pages`");
   CheckRange(check, "copy_length", copy_length, pool.page_size + 1LL,
              "it counts tokens, and a page of `pages` holds page_size of them");
-  kernels::cpu::CopyRows({pool, src_page, tgt_page, copy_length});
+  if (src_page == tgt_page) return;
+  const kernels::CopyRowsArgs args{pool, src_page, tgt_page, copy_length};
+  if (IsCPU(pages.device())) {
+    kernels::cpu::CopyRows(args);
+    return;
+  }
+  auto run = RequireCommon<kernels::cuda::CopyRowsFn>(check, "copy_rows", pages.device());
+  Launch(check, run, args, CurrentStream(pages.device()));
 }
 
 void DebugGetKVMLA(TensorView pages, TensorView position_map, TensorView kv, int64_t layer_id) {
@@ -287,7 +296,14 @@ void DebugGetKVMLA(TensorView pages, TensorView position_map, TensorView kv, int
   check.NoOverlap("kv", kv, {{"pages", pages}, {"position_map", position_map}});
   CheckPositionTensor(check, "position_map", position_map, NumSlots(pool), /*allow_skip=*/false);
   const int64_t layer_bytes = layer_id * n * pool.head_dim * ((pages.dtype().bits + 7) / 8);
-  kernels::cpu::ReadRows({pool, n, DataOf<int32_t>(position_map), DataOf<char>(kv) + layer_bytes});
+  const kernels::ReadRowsArgs args{pool, n, DataOf<int32_t>(position_map),
+                                   DataOf<char>(kv) + layer_bytes};
+  if (IsCPU(device)) {
+    kernels::cpu::ReadRows(args);
+    return;
+  }
+  auto run = RequireCommon<kernels::cuda::ReadRowsFn>(check, "read_rows", device);
+  Launch(check, run, args, CurrentStream(device));
 }
 
 }  // namespace ops

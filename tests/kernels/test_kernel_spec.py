@@ -73,7 +73,10 @@ def test_definitions():
 
 
 def test_every_preset_is_supported():
-    for preset, count in {"common": 1, "fp16-d128": 5, "bf16-d128": 5, "all": 25}.items():
+    counts = {
+        "common": 1, "fp16-d128": 5, "bf16-d128": 5, "fp16-mla": 5, "bf16-mla": 5, "all": 33,
+    }  # fmt: skip
+    for preset, count in counts.items():
         specs = preset_specs(preset)
         assert len(specs) == count
         assert [unsupported_reasons(spec) for spec in specs] == [[]] * count
@@ -101,6 +104,8 @@ def test_every_preset_is_supported():
             "float8_e4m3fn and float8_e5m2",
         ),
         (KernelSpec("common", kv_dtype="float8_e5m2"), "no dtype", "leave it out"),
+        (KernelSpec("batch_mla", "float16", 576, 576), "576 for values", "576 and 512"),
+        (KernelSpec("batch_mla_sm90", "float16", 576, 512, ("80", "90a")), "80, 90a", "90a alone"),
         (KernelSpec("sampling", "float16", 128), "'sampling'", "batch_decode"),
         (KernelSpec("common", "float16"), "no dtype", "leave it out"),
         (KernelSpec("common", None, 128), "no head_dim", "leave it out"),

@@ -20,6 +20,8 @@ SPECS = [
     KernelSpec("batch_decode", "float16", 64, archs=ARCHS),
     KernelSpec("batch_attention", "bfloat16", 96, archs=ARCHS),
     KernelSpec("batch_attention", "float16", 64, archs=ARCHS, kv_dtype="float8_e5m2"),
+    KernelSpec("batch_mla", "bfloat16", 576, 512, archs=ARCHS),
+    KernelSpec("batch_mla_sm90", "bfloat16", 576, 512, archs=("90a",)),
 ]
 
 LOAD = """
@@ -42,7 +44,7 @@ def nvcc() -> None:
 
 
 def test_units_compile_and_load_without_a_gpu() -> None:
-    """One FA2 unit, the decode unit, ours and the common one, in a process of their own."""
+    """An FA2 unit, those of decode and MLA, ours and the common one, in a process of their own."""
     library = build_library(SPECS)
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(library)], capture_output=True, text=True, check=True
@@ -54,6 +56,9 @@ def test_units_compile_and_load_without_a_gpu() -> None:
         "batch_attention:f16:e5m2:d64@80",
         "batch_decode:f16:d64@80",
         "batch_decode_plan:f16:d64@80",
+        "batch_mla:bf16:d576x512@80",
+        "batch_mla_plan@80",
+        "batch_mla_sm90:bf16:d576x512@90a",
         "batch_prefill_paged:f16:d64@80",
         "batch_prefill_plan@80",
         "merge_state@80",

@@ -128,9 +128,20 @@ def test_two_head_dims(ops, device, workspaces, rng, dqk, dvo, causal):
         call.run()
     except (ValueError, RuntimeError) as error:
         assert is_cuda(device), "CPU serves any head dimensions"
+        assert (dqk, dvo) != (192, 128), "CUDA serves these: MLA's new tokens have them"
         assert_says(error, str(dqk), str(dvo))
         return
     call.check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_new_tokens_of_mla(ops, device, workspaces, rng, dtype, causal):
+    """192 for keys and 128 for values, a KV head for each query head; every size of tile."""
+    spec = Spec((16, 0, 33, 130, 1, 700), (16, 2, 33, 130, 1, 3), (5, 5), 192, 128, dtype=dtype,
+                causal=causal, layout="NHD")  # fmt: skip
+    call = ragged_prefill(ops, device, workspaces, make_batch(rng, spec, paged=False))
+    call.plan_run_check()
 
 
 def test_many_requests(ops, device, workspaces, rng):

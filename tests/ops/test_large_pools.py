@@ -23,7 +23,7 @@ PAGE_ELEMENTS = 2 * 16 * 64
 PAGES = np.array([3, 1_048_577, 2_097_153, 2_199_999], np.int32)
 
 
-class _Mapped:
+class Mapped:
     """Anonymous memory that is not backed until it is touched, as an owner of views."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -50,7 +50,7 @@ class Pool:
         if is_cuda(device):
             self._owner = tvm.runtime.empty((num_bytes,), "uint8", device)
         else:
-            self._owner = _Mapped(num_bytes)
+            self._owner = Mapped(num_bytes)
         self._device = device
         self.tensor = self._view(SHAPE, (PAGE_ELEMENTS, 1024, 1024, 64, 1), 0)
 
@@ -145,7 +145,7 @@ def test_latent_attention(ops, rng):
     """MLA with pages of 32 rows up to page 1000000: past 2^31 and past 2^32 elements, on CPU."""
     num_pages, size, d, vo, heads = 1_000_001, 32, 576, 512, 16
     chosen = [5, 116_600, 233_100, 1_000_000]
-    owner = _Mapped(num_pages * size * d * 2)
+    owner = Mapped(num_pages * size * d * 2)
     cpu = owner.device
     half = np.dtype(np.float16)
 

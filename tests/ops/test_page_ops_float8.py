@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-import tvm
 from batches import DTYPES, indptr_of, normal
 from cache_calls import FLOAT8
 from device_tensors import DeviceTensor, numpy_dtype, poisoned, to_device
@@ -152,17 +151,16 @@ def test_moves(ops, device, rng, kv_dtype, shape):
 
 
 @pytest.mark.parametrize("kv_dtype", FLOAT8)
-def test_latent(ops, rng, kv_dtype):
-    """MLA on CPU: one scale, for the row that is key and value."""
-    cpu = tvm.cpu(0)
+def test_latent(ops, device, rng, kv_dtype):
+    """MLA: one scale, for the row that is key and value."""
     pool = _codes(rng, (3, 16, 576), kv_dtype)
     at = np.array([47, -1, 0, 5])
     for dtype in (*DTYPES, kv_dtype):
         scaled = dtype != kv_dtype
         kv = normal(rng, (4, 576), dtype) if scaled else _codes(rng, (4, 576), dtype)
-        pages = to_device(pool, cpu)
+        pages = to_device(pool, device)
         append = ops.bind_append_paged_mla_kv_cache('{"kv_scale": 0.37}' if scaled else "{}")
-        append(pages.tensor, to_device(kv, cpu).tensor, _ints(at, cpu).tensor)
+        append(pages.tensor, to_device(kv, device).tensor, _ints(at, device).tensor)
         expected = pool.copy()
         rounded = _rounded(kv, 0.37, kv_dtype) if scaled else kv
         expected.reshape(-1, 576)[at[at >= 0]] = rounded[at >= 0]

@@ -218,7 +218,7 @@ class _Build:
                 "sources": sources,
                 "flags": commands.nvcc_flags(spec, self.toolchain),
                 "tools": self.toolchain.fingerprint,
-                "flashinfer": self.headers.digest,
+                "flashinfer": self.headers.digest_of(spec),
             }
         )
 

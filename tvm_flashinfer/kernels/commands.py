@@ -66,7 +66,7 @@ def compile_unit(
         "-ccbin",
         str(toolchain.cxx),
         *nvcc_flags(spec, toolchain),
-        *(f"-I{folder}" for folder in headers.include_dirs),
+        *(f"-I{folder}" for folder in headers.include_dirs_of(spec)),
         f"-I{csrc}",
         "-c",
         str(csrc / spec.source),

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tvm_flashinfer.kernels.cache import KernelCache, Notice, file_digest
 from tvm_flashinfer.kernels.errors import HeadersError
+from tvm_flashinfer.kernels.spec import SM90A_KINDS, KernelSpec
 
 #: The version of flashinfer-python whose headers are used.
 FLASHINFER_VERSION = "0.7.4"
@@ -35,7 +36,7 @@ HEADERS_VARIABLE = "TVM_FLASHINFER_FLASHINFER_DIR"
 #: FlashInfer and, since these are searched first, before the older CCCL of the CUDA toolkit.
 _INCLUDES = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust", "include")
 
-#: Kept with them for kernels that need CUTLASS; nothing that is compiled now does.
+#: Kept with them for the kernels that need CUTLASS.
 _EXTRACTED = (*_INCLUDES, "cutlass/include")
 
 #: A header in each, to tell the folder from an empty submodule.
@@ -70,6 +71,26 @@ class Headers:
     cutlass: Path | None
     origin: str
     digest: str
+
+    def include_dirs_of(self, spec: KernelSpec) -> tuple[Path, ...]:
+        """Return the folders for the compiler of one unit, in order."""
+        if spec.kind not in SM90A_KINDS:
+            return self.include_dirs
+        return (*self.include_dirs, self._cutlass(spec))
+
+    def digest_of(self, spec: KernelSpec) -> str:
+        """Return the hash of what `include_dirs_of` holds."""
+        if spec.kind not in SM90A_KINDS:
+            return self.digest
+        return self.digest + _folders_digest((("cutlass/include", self._cutlass(spec)),))
+
+    def _cutlass(self, spec: KernelSpec) -> Path:
+        if self.cutlass is None:
+            raise HeadersError(
+                f"{spec.name} needs CUTLASS' headers, and {self.root} has no cutlass/include "
+                "beside FlashInfer's; please " + _how_to_supply()
+            )
+        return self.cutlass
 
 
 def find_headers(cache: KernelCache | None = None) -> Headers | None:

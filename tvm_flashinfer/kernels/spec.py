@@ -11,10 +11,18 @@ from tvm_flashinfer.kernels.errors import UnsupportedKernelError
 #: Kinds of units. Each is one source file, ``csrc/kernels/cuda/units/<kind>.cu``.
 KINDS = (
     "common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode", "batch_attention",
+    "batch_mla", "batch_mla_sm90",
 )  # fmt: skip
 
 #: Kinds that are compiled once per dtype and head dimension.
-ATTENTION_KINDS = KINDS[1:]
+ATTENTION_KINDS = KINDS[1:5]
+
+#: Kinds of latent attention (MLA), which have one pair of head dimensions.
+MLA_KINDS = KINDS[5:]
+
+#: Kinds that use instructions of Hopper: they are compiled for 90a alone, from CUTLASS' headers
+#: too, and have no template in common with other kinds.
+SM90A_KINDS = ("batch_mla_sm90",)
 
 #: Dtypes with kernels: the C++ type that a unit is compiled with, and the short form in names.
 DTYPES: Mapping[str, tuple[str, str]] = {
@@ -30,6 +38,11 @@ FLOAT8_DTYPES: Mapping[str, tuple[str, str]] = {
 
 #: Head dimensions of FlashInfer's kernels. Queries, keys and values have the same one.
 HEAD_DIMS = (64, 128, 256)
+
+#: Head dimensions of latent attention in DeepSeek's models, of keys and of values: those of the
+#: pages, and those of new tokens before compression, which are ragged.
+MLA_HEAD_DIMS = (576, 512)
+MLA_RAGGED_HEAD_DIMS = (192, 128)
 
 #: Head dimensions of ``batch_attention``, whose values may have another one than queries and keys.
 DEVICE_SCHEDULED_HEAD_DIMS = tuple(range(16, 257, 16))
@@ -178,6 +191,14 @@ def unsupported_reasons(spec: KernelSpec) -> list[str]:
     ]
 
 
+def planned_head_dims(kind: str) -> tuple[tuple[int, int], ...]:
+    """Return the head dimensions of a kind that takes a plan: of keys, and of values."""
+    if kind in MLA_KINDS:
+        return (MLA_HEAD_DIMS,)
+    equal = tuple((dim, dim) for dim in HEAD_DIMS)
+    return (*equal, MLA_RAGGED_HEAD_DIMS) if kind == "batch_prefill_ragged" else equal
+
+
 def check_supported(specs: Iterable[KernelSpec]) -> None:
     """Raise `UnsupportedKernelError` with every reason why one of the specs has no kernel."""
     reasons = dict.fromkeys(reason for spec in specs for reason in unsupported_reasons(spec))
@@ -189,9 +210,10 @@ def check_same_archs(specs: Iterable[KernelSpec]) -> None:
     """Raise `UnsupportedKernelError` when specs cannot be linked into one library.
 
     Units have templates in common, of which the linker keeps one: that of the first unit, with
-    machine code for the architectures of that unit alone.
+    machine code for the architectures of that unit alone. `SM90A_KINDS` have none in common.
     """
-    archs = list(dict.fromkeys(",".join(spec.archs) for spec in specs))
+    shared = (spec for spec in specs if spec.kind not in SM90A_KINDS)
+    archs = list(dict.fromkeys(",".join(spec.archs) for spec in shared))
     if len(archs) > 1:
         raise UnsupportedKernelError(
             [
@@ -239,6 +261,14 @@ def _head_dim_reasons(spec: KernelSpec) -> list[str]:
             for dim in dict.fromkeys(dims)
             if dim not in DEVICE_SCHEDULED_HEAD_DIMS
         ]
+    if dims in planned_head_dims(spec.kind):
+        return []
+    if spec.kind in MLA_KINDS:
+        qk, vo = MLA_HEAD_DIMS
+        return [
+            f"head_dim is {dims[0]} for keys and {dims[1]} for values; latent attention has "
+            f"kernels for {qk} and {vo}"
+        ]
     reasons = []
     if spec.head_dim_qk not in HEAD_DIMS:
         supported = ", ".join(map(str, HEAD_DIMS))
@@ -254,6 +284,8 @@ def _head_dim_reasons(spec: KernelSpec) -> list[str]:
 def _arch_reasons(spec: KernelSpec) -> list[str]:
     if not spec.archs:
         return [f"no GPU architecture is named; name some of {', '.join(ARCHS)}"]
+    if spec.kind in SM90A_KINDS and spec.archs != ("90a",):
+        return [f"the GPU architecture is {', '.join(spec.archs)}; {spec.kind} is for 90a alone"]
     reasons = []
     for arch in spec.archs:
         if arch in ARCHS:
@@ -290,12 +322,42 @@ def attention_specs(
     return list(dict.fromkeys(specs))
 
 
-#: Sets of specs to build ahead of time: dtypes and head dimensions. Each holds ``common``.
-PRESETS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-    "common": ((), ()),
-    "fp16-d128": (("float16",), (128,)),
-    "bf16-d128": (("bfloat16",), (128,)),
-    "all": (tuple(DTYPES), HEAD_DIMS),
+def latent_specs(dtype: str, archs: Iterable[str] = DEFAULT_ARCHS) -> list[KernelSpec]:
+    """Return the units of latent attention over pages in one dtype.
+
+    That for Hopper is among them where one of the architectures is Hopper, however it is spelt.
+    """
+    archs = parse_archs(archs)
+    specs = [KernelSpec("batch_mla", dtype, *MLA_HEAD_DIMS, archs=archs)]
+    if {"90", "90a"} & set(archs):
+        specs.append(KernelSpec("batch_mla_sm90", dtype, *MLA_HEAD_DIMS, archs=("90a",)))
+    return specs
+
+
+def mla_specs(
+    dtypes: Sequence[str] = tuple(DTYPES), archs: Iterable[str] = DEFAULT_ARCHS
+) -> list[KernelSpec]:
+    """Return ``common`` and what latent attention of DeepSeek's models needs in every dtype."""
+    archs = parse_archs(archs)
+    specs = [KernelSpec("common", archs=archs)]
+    for dtype in dtypes:
+        specs += latent_specs(dtype, archs)
+        specs += [
+            KernelSpec(kind, dtype, *MLA_RAGGED_HEAD_DIMS, archs=archs)
+            for kind in ("batch_prefill_ragged", "batch_attention")
+        ]
+    return specs
+
+
+#: Sets of specs to build ahead of time: dtypes, head dimensions, and whether latent attention is in
+#: it. Each holds ``common``.
+PRESETS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...], bool]] = {
+    "common": ((), (), False),
+    "fp16-d128": (("float16",), (128,), False),
+    "bf16-d128": (("bfloat16",), (128,), False),
+    "fp16-mla": (("float16",), (), True),
+    "bf16-mla": (("bfloat16",), (), True),
+    "all": (tuple(DTYPES), HEAD_DIMS, True),
 }
 
 
@@ -306,11 +368,14 @@ def preset_specs(preset: str, archs: Iterable[str] = DEFAULT_ARCHS) -> list[Kern
     ----------
     preset : str
         ``"common"``: no attention. ``"fp16-d128"`` and ``"bf16-d128"``: what models with the head
-        dimension of Llama, Qwen and Mistral need in that dtype. ``"all"``: every supported spec.
+        dimension of Llama, Qwen and Mistral need in that dtype. ``"fp16-mla"`` and ``"bf16-mla"``:
+        what DeepSeek's models need. ``"all"``: all of these, for every head dimension.
     archs : iterable of str
         GPU architectures.
     """
     if preset not in PRESETS:
         raise UnsupportedKernelError([f"the preset is {preset!r}; there are {', '.join(PRESETS)}"])
-    dtypes, head_dims = PRESETS[preset]
-    return attention_specs(dtypes, head_dims, archs)
+    dtypes, head_dims, has_mla = PRESETS[preset]
+    archs = parse_archs(archs)
+    specs = attention_specs(dtypes, head_dims, archs)
+    return list(dict.fromkeys(specs + (mla_specs(dtypes, archs) if has_mla else [])))

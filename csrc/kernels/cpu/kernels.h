@@ -15,6 +15,7 @@ void BatchAttentionPaged(const AttentionArgs& args, const PagedKV& kv,
                          const AttentionExtras& extras = {});
 void BatchAttentionRagged(const AttentionArgs& args, const RaggedKV& kv,
                           const AttentionExtras& extras = {});
+void BatchMLA(const MLAArgs& args, const MLATable& table);
 void MergeState(const MergeStateArgs& args);
 void ApplySinks(const ApplySinksArgs& args);
 void SplitQKVRotary(const SplitRotaryArgs& args);

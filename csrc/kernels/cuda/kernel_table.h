@@ -88,12 +88,16 @@ struct PlanArgs {
   int32_t window_left;
   int64_t fixed_split_size;
   bool disable_split_kv;
+  const int32_t* kv_len;  // keys of each request; of MLA alone, else null
 };
 
 /*! \brief The schedule: fields of FlashInfer's plan, offsets included. Its first value is the kind.
  */
 using PlanFn = int (*)(const PlanArgs& args, CudaStream stream, std::vector<int64_t>* plan,
                        char* error);
+
+/*! \brief Values of a plan of latent attention. */
+constexpr int64_t kMLAPlanSize = 20;
 
 /*! \brief Workspaces as given to plan, and the plan that came back. */
 struct PlanView {
@@ -116,6 +120,8 @@ using RaggedAttentionFn = int (*)(const AttentionArgs& args, const RaggedKV& kv,
 using AttentionFn = int (*)(const AttentionArgs& args, const PagedKV* paged, const RaggedKV* ragged,
                             const AttentionExtras& extras, int64_t kv_length, CudaStream stream,
                             char* error);
+/*! \brief Latent attention after a plan that was made for it. */
+using MLAFn = int (*)(const MLAArgs& args, const PlanView& plan, CudaStream stream, char* error);
 using MergeStateFn = int (*)(const MergeStateArgs& args, CudaStream stream, char* error);
 using ApplySinksFn = int (*)(const ApplySinksArgs& args, CudaStream stream, char* error);
 using SplitRotaryFn = int (*)(const SplitRotaryArgs& args, CudaStream stream, char* error);
@@ -124,6 +130,9 @@ using CopyPageFn = int (*)(const CopyPageArgs& args, CudaStream stream, char* er
 using CompactCopyFn = int (*)(const CompactCopyArgs& args, CudaStream stream, char* error);
 using SampleFn = int (*)(const SampleArgs& args, CudaStream stream, char* error);
 using ReadPagesFn = int (*)(const ReadPagesArgs& args, CudaStream stream, char* error);
+using AppendRowsFn = int (*)(const AppendRowsArgs& args, CudaStream stream, char* error);
+using CopyRowsFn = int (*)(const CopyRowsArgs& args, CudaStream stream, char* error);
+using ReadRowsFn = int (*)(const ReadRowsArgs& args, CudaStream stream, char* error);
 
 /*! \brief Compute capability of a device, for the choice of units. */
 using DeviceArchFn = int (*)(int32_t device_id, int* major, int* minor, char* error);

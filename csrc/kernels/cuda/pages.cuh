@@ -28,6 +28,15 @@ struct PoolView {
   }
 };
 
+/*! \brief A pool of latent attention: its slots lie one after the other, whatever the page. */
+template <typename Piece>
+struct RowPoolView {
+  Piece* data;
+  int64_t num_slots;
+  int64_t page_size;
+  int pieces;  // of one slot
+};
+
 template <typename Piece>
 PoolView<Piece> ViewOf(const PagePool& pool) {
   const int64_t row_bytes = static_cast<int64_t>(pool.head_dim) * ElementSize(pool.dtype);
@@ -35,10 +44,17 @@ PoolView<Piece> ViewOf(const PagePool& pool) {
           pool.page_size, static_cast<int>(row_bytes / sizeof(Piece))};
 }
 
+template <typename Piece>
+RowPoolView<Piece> ViewOf(const RowPool& pool) {
+  const int64_t row_bytes = static_cast<int64_t>(pool.head_dim) * ElementSize(pool.dtype);
+  return {static_cast<Piece*>(pool.data), pool.num_pages * pool.page_size, pool.page_size,
+          static_cast<int>(row_bytes / sizeof(Piece))};
+}
+
 /*! \brief Call body(Piece()) with 16-byte pieces where rows and addresses allow them, else 2 or 1.
  */
-template <typename Body>
-cudaError_t DispatchPiece(const PagePool& pool, std::initializer_list<const void*> addresses,
+template <typename Pool, typename Body>
+cudaError_t DispatchPiece(const Pool& pool, std::initializer_list<const void*> addresses,
                           const Body& body) {
   const int64_t row_bytes = static_cast<int64_t>(pool.head_dim) * ElementSize(pool.dtype);
   if (CanVectorize(row_bytes, {pool.data}) && CanVectorize(row_bytes, addresses)) {
@@ -155,6 +171,57 @@ cudaError_t AppendFloat8(const AppendArgs& args, cudaStream_t stream) {
               : launch(std::integral_constant<int, 1>());
 }
 
+/*! \brief AppendFloat8Kernel of a pool of latent attention. */
+template <typename T, typename KV, int kVec>
+__global__ void AppendFloat8LatentKernel(RowPoolView<Vector<uint8_t, kVec>> pool,
+                                         AppendRowsArgs args) {
+  const int64_t work = args.num_rows * pool.pieces;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < work;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t slot = args.position_map[i / pool.pieces];
+    if (slot < 0 || slot >= pool.num_slots) continue;
+    const auto row = static_cast<const Vector<T, kVec>*>(args.rows)[i];
+    Vector<uint8_t, kVec> codes;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) codes.data[j] = Quantize<KV>(ToFloat(row.data[j]), args.scale);
+    pool.data[slot * pool.pieces + i % pool.pieces] = codes;
+  }
+}
+
+template <typename T, typename KV>
+cudaError_t AppendFloat8(const AppendRowsArgs& args, cudaStream_t stream) {
+  auto launch = [&](auto vec) {
+    constexpr int kVec = decltype(vec)::value;
+    const auto pool = ViewOf<Vector<uint8_t, kVec>>(args.pool);
+    const int64_t work = args.num_rows * pool.pieces;
+    if (work == 0) return cudaSuccess;
+    AppendFloat8LatentKernel<T, KV, kVec>
+        <<<PageBlocks(work), kPageThreads, 0, stream>>>(pool, args);
+    return cudaGetLastError();
+  };
+  const bool wide = CanVectorize(args.pool.head_dim * sizeof(T), {args.rows, args.pool.data});
+  return wide ? launch(std::integral_constant<int, kWide<T>>())
+              : launch(std::integral_constant<int, 1>());
+}
+
+/*! \brief MoveRowsKernel of a pool of latent attention. */
+template <bool kAppend, typename Piece>
+__global__ void MoveLatentRowsKernel(RowPoolView<Piece> pool, int64_t num_rows, Piece* rows,
+                                     const int32_t* position_map) {
+  const int64_t work = num_rows * pool.pieces;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < work;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t slot = position_map[i / pool.pieces];
+    const bool inside = slot >= 0 && slot < pool.num_slots;
+    const int64_t at = slot * pool.pieces + i % pool.pieces;
+    if constexpr (kAppend) {
+      if (inside) pool.data[at] = rows[i];
+    } else {
+      rows[i] = inside ? pool.data[at] : Piece();
+    }
+  }
+}
+
 inline int AppendPagedKVCache(const AppendArgs& args, CudaStream stream, char* error) {
   return Guarded(stream, error, [&](cudaStream_t handle) {
     if (args.dtype != args.pool.dtype) {
@@ -202,6 +269,53 @@ inline int CopySinglePage(const CopyPageArgs& args, CudaStream stream, char* err
           pool, args.src_page, args.tgt_page, args.copy_length);
       return cudaGetLastError();
     });
+  });
+}
+
+inline int AppendRows(const AppendRowsArgs& args, CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    if (args.dtype != args.pool.dtype) {
+      return DispatchDType(args.dtype, [&](auto element) {
+        using T = decltype(element);
+        return args.pool.dtype == DType::kFloat8E4M3 ? AppendFloat8<T, __nv_fp8_e4m3>(args, handle)
+                                                     : AppendFloat8<T, __nv_fp8_e5m2>(args, handle);
+      });
+    }
+    return DispatchPiece(args.pool, {args.rows}, [&](auto piece) {
+      using Piece = decltype(piece);
+      const auto pool = ViewOf<Piece>(args.pool);
+      const int64_t work = args.num_rows * pool.pieces;
+      if (work == 0) return cudaSuccess;
+      MoveLatentRowsKernel<true><<<PageBlocks(work), kPageThreads, 0, handle>>>(
+          pool, args.num_rows, static_cast<Piece*>(const_cast<void*>(args.rows)),
+          args.position_map);
+      return cudaGetLastError();
+    });
+  });
+}
+
+inline int ReadRows(const ReadRowsArgs& args, CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    return DispatchPiece(args.pool, {args.rows}, [&](auto piece) {
+      using Piece = decltype(piece);
+      const auto pool = ViewOf<Piece>(args.pool);
+      const int64_t work = args.num_rows * pool.pieces;
+      if (work == 0) return cudaSuccess;
+      MoveLatentRowsKernel<false><<<PageBlocks(work), kPageThreads, 0, handle>>>(
+          pool, args.num_rows, static_cast<Piece*>(args.rows), args.position_map);
+      return cudaGetLastError();
+    });
+  });
+}
+
+/*! \brief The first slots of a page are one piece of memory, and so one copy. */
+inline int CopyRows(const CopyRowsArgs& args, CudaStream stream, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) {
+    const auto pool = ViewOf<char>(args.pool);
+    const int64_t page_bytes = pool.page_size * pool.pieces;
+    return cudaMemcpyAsync(pool.data + args.tgt_page * page_bytes,
+                           pool.data + args.src_page * page_bytes, args.copy_length * pool.pieces,
+                           cudaMemcpyDeviceToDevice, handle);
   });
 }
 

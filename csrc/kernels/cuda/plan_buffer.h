@@ -81,7 +81,7 @@ class PlanBuffer {
 };
 
 /*! \brief The kernel's part of a plan. `kind` tells which kernels it is for. */
-enum PlanKind : int64_t { kPrefillPlan = 1, kDecodePlan = 2 };
+enum PlanKind : int64_t { kPrefillPlan = 1, kDecodePlan = 2, kMLAPlan = 3 };
 
 /*! \brief Fields of a plan, in order. Offsets count bytes into the workspaces. */
 struct Plan {
@@ -105,6 +105,42 @@ struct Plan {
   static const Plan& From(const PlanView& view) {
     static_assert(sizeof(Plan) == kSize * sizeof(int64_t), "Plan is a plain list of integers");
     return *reinterpret_cast<const Plan*>(view.values);
+  }
+
+  std::vector<int64_t> ToVector() const {
+    const int64_t* first = reinterpret_cast<const int64_t*>(this);
+    return std::vector<int64_t>(first, first + kSize);
+  }
+};
+
+/*! \brief The same of latent attention; the arrays are those of MLASchedule. */
+struct MLAPlan {
+  int64_t kind;
+  int64_t blocks_per_cluster;
+  int64_t num_clusters;
+  int64_t causal;  // whether the kernel has to mask
+  int64_t work_indptr;
+  int64_t first_row;
+  int64_t num_rows;
+  int64_t first_page;
+  int64_t num_keys;
+  int64_t tile_start;
+  int64_t key_begin;
+  int64_t key_end;
+  int64_t partial_start;
+  int64_t merge_begin;
+  int64_t merge_end;
+  int64_t merge_part_begin;
+  int64_t merge_part_end;
+  int64_t merge_stride;
+  int64_t partial_o;
+  int64_t partial_lse;
+
+  static constexpr int64_t kSize = kMLAPlanSize;
+
+  static const MLAPlan& From(const PlanView& view) {
+    static_assert(sizeof(MLAPlan) == kSize * sizeof(int64_t), "MLAPlan is a list of integers");
+    return *reinterpret_cast<const MLAPlan*>(view.values);
   }
 
   std::vector<int64_t> ToVector() const {

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "../merge.cuh"
+#include "../mla_schedule.h"
 #include "../pages.cuh"
 #include "../plan_buffer.h"
 #include "../rotary.cuh"
@@ -85,6 +86,48 @@ int BatchPrefillPlan(const PlanArgs& args, CudaStream stream, std::vector<int64_
   });
 }
 
+int BatchMLAPlan(const PlanArgs& args, CudaStream stream, std::vector<int64_t>* out, char* error) {
+  return Guarded(stream, error, [&](cudaStream_t handle) -> cudaError_t {
+    int num_sm = 0;
+    cudaError_t status =
+        cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, stream.device_id);
+    if (status != cudaSuccess) return status;
+    const MLASchedule s = MakeMLASchedule(num_sm, args.qo_indptr, args.kv_indptr, args.kv_len,
+                                          args.batch_size, args.num_qo_heads, args.causal);
+    MLAPlan plan{};
+    plan.kind = kMLAPlan;
+    plan.blocks_per_cluster = s.blocks_per_cluster;
+    plan.num_clusters = s.num_clusters;
+    plan.causal = s.causal;
+    // Parts have the dtype of the output, 2 bytes.
+    plan.partial_o = 0;
+    plan.partial_lse = s.num_partial_rows * args.head_dim_vo * 2;
+    PlanBuffer::CheckFloatWorkspace(
+        plan.partial_lse + s.num_partial_rows * static_cast<int64_t>(sizeof(float)), args);
+    const std::pair<int64_t*, const std::vector<int32_t>*> arrays[] = {
+        {&plan.work_indptr, &s.work_indptr},
+        {&plan.first_row, &s.first_row},
+        {&plan.num_rows, &s.num_rows},
+        {&plan.first_page, &s.first_page},
+        {&plan.num_keys, &s.num_keys},
+        {&plan.tile_start, &s.tile_start},
+        {&plan.key_begin, &s.key_begin},
+        {&plan.key_end, &s.key_end},
+        {&plan.partial_start, &s.partial_start},
+        {&plan.merge_begin, &s.merge_begin},
+        {&plan.merge_end, &s.merge_end},
+        {&plan.merge_part_begin, &s.merge_part_begin},
+        {&plan.merge_part_end, &s.merge_part_end},
+        {&plan.merge_stride, &s.merge_stride}};
+    PlanBuffer buffer;
+    for (const auto& [offset, values] : arrays) *offset = buffer.Add(*values);
+    const int64_t base = buffer.Commit(args, handle);
+    for (const auto& [offset, values] : arrays) *offset += base;
+    *out = plan.ToVector();
+    return cudaSuccess;
+  });
+}
+
 int DeviceArch(int32_t device_id, int* major, int* minor, char* error) {
   cudaError_t status = cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device_id);
   if (status == cudaSuccess) {
@@ -110,6 +153,7 @@ int IsCapturing(CudaStream stream, bool* is_capturing, char* error) {
 }
 
 TVM_FLASHINFER_REGISTER(batch_prefill_plan, "batch_prefill_plan", &BatchPrefillPlan);
+TVM_FLASHINFER_REGISTER(batch_mla_plan, "batch_mla_plan", &BatchMLAPlan);
 TVM_FLASHINFER_REGISTER(merge_state, "merge_state", &MergeState);
 TVM_FLASHINFER_REGISTER(apply_sinks, "apply_sinks", &ApplySinks);
 TVM_FLASHINFER_REGISTER(split_qkv_rotary, "split_qkv_rotary", &SplitQKVRotary);
@@ -118,6 +162,9 @@ TVM_FLASHINFER_REGISTER(copy_single_page, "copy_single_page", &CopySinglePage);
 TVM_FLASHINFER_REGISTER(compact_kv_copy, "compact_kv_copy", &CompactKVCopy);
 TVM_FLASHINFER_REGISTER(sample_from_probs, "sample_from_probs", &SampleFromProbs);
 TVM_FLASHINFER_REGISTER(read_pages, "read_pages", &ReadPages);
+TVM_FLASHINFER_REGISTER(append_rows, "append_rows", &AppendRows);
+TVM_FLASHINFER_REGISTER(copy_rows, "copy_rows", &CopyRows);
+TVM_FLASHINFER_REGISTER(read_rows, "read_rows", &ReadRows);
 TVM_FLASHINFER_REGISTER(device_arch, "device_arch", &DeviceArch);
 TVM_FLASHINFER_REGISTER(read_back, "read_back", &ReadBack);
 TVM_FLASHINFER_REGISTER(is_capturing, "is_capturing", &IsCapturing);
