@@ -21,7 +21,13 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
     settings.AllowOnly({"window_left", "logits_soft_cap", "k_scale", "v_scale"});
   } else {
     settings.AllowOnly({"layer_window", "window_left", "rotary_dim", "rope_scaling",
-                        "logits_soft_cap", "k_scale", "v_scale", "alibi_by_position"});
+                        "logits_soft_cap", "k_scale", "v_scale", "alibi_by_position", "head_dim_qk",
+                        "head_dim_vo"});
+    // Of the plan that cache_slot gives a cache of MLA; here the tensors have them.
+    if (slot != CacheSlot::kPrefillRagged &&
+        (settings.Has("head_dim_qk") || settings.Has("head_dim_vo"))) {
+      settings.Fail("has a `head_dim_qk` or `head_dim_vo`, which are for prefill_ragged alone");
+    }
   }
   k_scale_ = settings.Scale(slot == CacheSlot::kMLA ? "kv_scale" : "k_scale");
   v_scale_ = settings.Scale(slot == CacheSlot::kMLA ? "kv_scale" : "v_scale");

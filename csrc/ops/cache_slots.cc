@@ -4,8 +4,10 @@
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/function.h>
 
+#include <memory>
 #include <string>
 
+#include "cache_call.h"
 #include "checks.h"
 #include "json_settings.h"
 #include "ops.h"
@@ -23,6 +25,57 @@ Array<Any> Planned(Function run, Function plan) {
 
 /*! \brief "tirx" names a convention of arguments; any function may stand there. */
 Array<Any> Unplanned(Function run) { return {String("tirx"), std::move(run)}; }
+
+/*!
+ * \brief Planned self-attention of MLA, over new tokens as they are before compression.
+ *
+ * TVM makes no plan for a step in which every sequence has one token, and calls the run all the
+ * same when the model wants self-attention, with the plan of an earlier step or with none. Such a
+ * step needs no plan.
+ */
+Function LatentRaggedRun(const String& options) {
+  auto bound =
+      std::make_shared<const BoundAttention>("attention_prefill_ragged", CacheSlot::kPrefillRagged,
+                                             options, Optional<Tensor>(), Optional<Tensor>());
+  return Function::FromTyped(
+      [bound](Optional<TensorView> float_workspace, Optional<TensorView> int_workspace,
+              Optional<Array<int64_t>> plan, TensorView q, TensorView k, TensorView v,
+              TensorView qo_indptr, TensorView kv_indptr, TensorView o, TensorView lse,
+              int64_t mask_mode, int64_t layout, int64_t window_left, bool enable_pdl,
+              double sm_scale, double rope_rcp_scale, double rope_rcp_theta) {
+        const Checker check("batch_prefill_ragged_run");
+        check.Rank("q", q, 3, "(n, num_qo_heads, head_dim)");
+        check.Rank("qo_indptr", qo_indptr, 1, "(batch_size + 1,)");
+        if (q.size(0) == qo_indptr.size(0) - 1) {
+          CacheCall call(*bound, q, o, lse, sm_scale);
+          call.SetRows(qo_indptr);
+          call.SetCausal(mask_mode);
+          call.SetRaggedKeys(k, v, kv_indptr);
+          call.Run();
+          return;
+        }
+        if (!float_workspace.has_value() || !int_workspace.has_value() || !plan.has_value()) {
+          check.FailValue(
+              "`plan` is None, but the step has requests of more than one row; plan it");
+        }
+        BatchPrefillRaggedRun(float_workspace.value(), int_workspace.value(), plan.value(), q, k, v,
+                              qo_indptr, kv_indptr, o, lse, mask_mode, layout, window_left,
+                              enable_pdl, sm_scale, rope_rcp_scale, rope_rcp_theta);
+      });
+}
+
+/*! \brief Head dimensions of MLA before compression, for which TVM plans; 0 in other caches. */
+struct LatentHeadDims {
+  int64_t qk;
+  int64_t vo;
+
+  LatentHeadDims(const Checker& check, const JsonSettings& settings)
+      : qk(settings.PositiveInteger("head_dim_qk", 0)),
+        vo(settings.PositiveInteger("head_dim_vo", 0)) {
+    if ((qk == 0) == (vo == 0)) return;
+    check.FailValue("`options` has one of `head_dim_qk` and `head_dim_vo`; give both or none");
+  }
+};
 
 /*!
  * \brief What every attention slot needs, whichever functions it holds: the function without a plan
@@ -67,6 +120,14 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
   const bool has_extras = settings.Has("logits_soft_cap") || settings.Has("window_left");
   if (planned && !has_extras && support_sliding_window == 0) {
     const std::string name = slot;
+    const LatentHeadDims latent(check, settings);
+    if (latent.qk != 0) {
+      return {String("flashinfer"), LatentRaggedRun(options), Function::FromTyped(BatchPrefillPlan),
+              latent.qk, latent.vo};
+    }
+    if (name == "mla") {
+      return Planned(Function::FromTyped(BatchMLARun), Function::FromTyped(BatchMLAPlan));
+    }
     if (name == "prefill_ragged") {
       return Planned(Function::FromTyped(BatchPrefillRaggedRun),
                      Function::FromTyped(BatchPrefillPlan));

@@ -199,19 +199,13 @@ def compiled(library: Library) -> rx.VirtualMachine:
     return rx.VirtualMachine(tvm.runtime.load_module(str(path)), tvm.cpu())
 
 
-@functools.cache
-def compiled_alone(model: Model, on_cpu: bool) -> rx.VirtualMachine:
-    """A library with our cache alone, whose CUDA kernels are those of this machine."""
+def creation_module(model: Model, target: tvm.target.Target, ship: str) -> tvm.IRModule:
+    """A function that creates our cache, and nothing else."""
     importlib.import_module("tvm_flashinfer")
     from tvm_flashinfer.relax import FlashInferPagedKVCache
 
-    device, ext, target = tvm.cpu(), model.ext_factors, tvm.target.Target("llvm")
-    if not on_cpu:
-        device = tvm.cuda(0)
-        arch = "sm_" + device.compute_version.replace(".", "")
-        target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
+    ext, kinds = model.ext_factors, model.attn_kind
     sizes = [tirx.Var(size, "int64") for size in ("batch", "total", "chunk", "page", "slide")]
-    kinds = model.attn_kind
     builder = rx.BlockBuilder()
     with builder.function("create", [rx.Var(f"{var.name}_", rx.ShapeType([var])) for var in sizes]):
         cache = FlashInferPagedKVCache(
@@ -220,12 +214,26 @@ def compiled_alone(model: Model, on_cpu: bool) -> rx.VirtualMachine:
             model.head_dim, model.v_head_dim or model.head_dim, *model.mla_head_dims,
             RopeMode(model.rope_mode), model.rope_scale, model.rope_theta,
             json.loads(model.rope_scaling), rx.const(np.array(ext, "float32")) if ext else None,
-            model.rotary_dim, False, model.dtype, target, ship="shared",
+            model.rotary_dim, False, model.dtype, target, ship=ship,
             layer_sliding_window_size=model.layer_window, logits_soft_cap=model.soft_cap,
             alibi_slopes=model.alibi_slopes,
         )  # fmt: skip
         builder.emit_func_output(cache._expr)
-    return rx.VirtualMachine(tvm.compile(builder.get(), target), device)
+    return builder.get().with_attr("external_mods", cache.extern_mods)
+
+
+def cuda_target() -> tvm.target.Target:
+    """The GPU of this machine."""
+    arch = "sm_" + tvm.cuda(0).compute_version.replace(".", "")
+    return tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
+
+
+@functools.cache
+def compiled_alone(model: Model, on_cpu: bool) -> rx.VirtualMachine:
+    """A library with our cache alone, whose CUDA kernels are those of this machine."""
+    target = tvm.target.Target("llvm") if on_cpu else cuda_target()
+    module = tvm.compile(creation_module(model, target, "shared"), target)
+    return rx.VirtualMachine(module, tvm.cpu() if on_cpu else tvm.cuda(0))
 
 
 @functools.cache

@@ -227,8 +227,50 @@ def test_mla_on_cpu_is_ours_alone(generic_module, llvm) -> None:
     assert dispatch.report.fallbacks == []
 
 
-def test_mla_on_cuda_is_tvms(generic_module, cuda) -> None:
-    with pytest.warns(FallbackWarning, match="on CUDA MLA is not served yet"):
-        after = DispatchKVCacheCreation(cuda)(generic_module(**MLA))
-    assert OURS not in names(after)
-    assert TVMS in names(after)
+def test_mla_on_cuda(generic_module, cuda, fake_kernels) -> None:
+    """A plan for the pages and for the new tokens, and the kernel for steps that have none."""
+    dispatch = DispatchKVCacheCreation(cuda)
+    after = dispatch(generic_module(**MLA, num_attention_heads=16))
+    rx.analysis.well_formed(after)
+    ragged, mla = slot_calls(after)
+    assert json.loads(ragged.args[2].value) == {"head_dim_qk": 192, "head_dim_vo": 128}
+    assert [bool(call.args[3].value) for call in (ragged, mla)] == [True, True]
+    assert dispatch.report.fallbacks == []
+    kernels = {row.slot: row.kernel for row in dispatch.report.rows}
+    assert kernels["prefill_ragged"] == "flashinfer.batch_prefill_ragged_run"
+    assert kernels["mla"] == "flashinfer.batch_mla_run"
+    assert [spec.name for spec in fake_kernels[0]] == [
+        "common_sm90a",
+        "batch_attention_f16_d192x128_sm90a",
+        "batch_prefill_ragged_f16_d192x128_sm90a",
+        "batch_mla_f16_d576x512_sm90a",
+        "batch_mla_sm90_f16_d576x512_sm90a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arch", "has_hopper"), [("sm_80", False), ("sm_90", True), ("sm_100a", False)]
+)
+def test_mla_kernels_of_an_architecture(generic_module, fake_kernels, arch, has_hopper) -> None:
+    """A target that says sm_90 means Hopper too, whose kernel is compiled as 90a."""
+    target = tvm.target.Target({"kind": "cuda", "arch": arch})
+    DispatchKVCacheCreation(target)(generic_module(**MLA))
+    kinds = {spec.kind: spec.archs for spec in fake_kernels[0]}
+    assert kinds.get("batch_mla_sm90") == (("90a",) if has_hopper else None)
+    assert kinds["batch_mla"] == (arch[3:],)
+
+
+def test_mla_of_other_head_dims_on_cuda(generic_module, cuda, fake_kernels) -> None:
+    """Where there is no kernel with a plan, the one without."""
+    dims = {"qk_head_dim": 160, "v_head_dim": 128, "mla_original_qk_head_dim": 96}
+    dispatch = DispatchKVCacheCreation(cuda)
+    after = dispatch(generic_module(**{**MLA, **dims}))
+    assert [bool(call.args[3].value) for call in slot_calls(after)] == [False, False]
+    rows = {row.slot: row for row in dispatch.report.rows}
+    assert rows["mla"].kernel == "flashinfer.bind_attention_mla"
+    assert "have 576 with values of 512" in rows["mla"].reasons[0]
+    assert [spec.name for spec in fake_kernels[0]] == [
+        "common_sm90a",
+        "batch_attention_f16_d96x128_sm90a",
+        "batch_attention_f16_d160x128_sm90a",
+    ]

@@ -34,6 +34,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+MLA = {
+    "attn_kind": "mla",
+    "qk_head_dim": 576,
+    "v_head_dim": 512,
+    "mla_original_qk_head_dim": 192,
+    "mla_original_v_head_dim": 128,
+    "num_key_value_heads": 1,
+}
 
 
 def reasons_of(mod, target, window: int = 1024) -> list[str]:
@@ -46,6 +54,7 @@ def reasons_of(mod, target, window: int = 1024) -> list[str]:
     "changes",
     [
         {},
+        MLA,
         {"dtype": "bfloat16"},
         {"qk_head_dim": 64, "v_head_dim": 64, "rotary_dim": 64},
         {"qk_head_dim": 256, "v_head_dim": 256, "rotary_dim": 64},
@@ -103,15 +112,12 @@ def test_one_reason(changes, expected, kind, generic_module, request) -> None:
     assert expected in reason
 
 
-MLA = {"attn_kind": "mla", "qk_head_dim": 576, "v_head_dim": 512, "num_key_value_heads": 1}
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"dtype": "float32"}, "the dtype is float32"),
         ({"qk_head_dim": 72, "v_head_dim": 72, "rotary_dim": 72}, "head_dim is 72"),
-        (MLA, "on CUDA MLA is not served yet"),
+        ({**MLA, "qk_head_dim": 320, "v_head_dim": 256}, "head_dim is 320"),
     ],
 )
 def test_only_the_cpu_serves(changes, expected, generic_module, cuda, llvm) -> None:
@@ -126,6 +132,7 @@ def test_only_the_cpu_serves(changes, expected, generic_module, cuda, llvm) -> N
     [
         ({"attn_kind": ["mla", "mha"], "num_hidden_layers": 2}, "beside other kinds"),
         ({"v_head_dim": 640}, "v_head_dim is 640 and qk_head_dim is 576"),
+        ({"mla_original_v_head_dim": 0}, "mla_original_v_head_dim is 0"),
     ],
 )
 def test_mla_that_is_none(changes, expected, generic_module, llvm) -> None:
@@ -204,7 +211,7 @@ def test_changes_of_scores(changes, note, generic_module, cuda, llvm) -> None:
             attends = "bind_attention" in row.kernel
             assert any(note in reason for reason in row.reasons) == attends
             assert "_run" not in row.kernel
-    (reason,) = support.unplanned_reasons(config, cuda)
+    (reason,) = support.unplanned_reasons(config, cuda, "prefill_paged")
     assert next(iter(changes)) in reason
     kinds = {spec.kind for spec in support.kernel_specs(config, cuda)}
     assert kinds == {"common", "batch_attention"}

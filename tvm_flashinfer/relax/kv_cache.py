@@ -19,6 +19,7 @@ from tvm_flashinfer.relax.report import CompileReport
 from tvm_flashinfer.relax.ship import external_modules, resolve_ship
 from tvm_flashinfer.relax.support import (
     UnsupportedConfigError,
+    attention_head_dims,
     unplanned_reasons,
     unsupported_reasons,
 )
@@ -234,23 +235,22 @@ def _attention_slots(
     attention, which it does not tell functions that have a plan. So the native library chooses
     there. TVM never plans for the slots of windows, nor for those of trees.
     """
-    can_plan = not unplanned_reasons(config, target)
     common = {**_rope_settings(config), **_score_settings(config)}
     window = {}
     if config.has_sliding_layers:
         window["layer_window"] = config.layer_sliding_window_size
     slopes = rx.const(np.array(config.alibi_slopes, "float32")) if config.alibi_slopes else None
 
-    def made(slot: slots.Slot) -> rx.Var:
-        options = {**common, **window} if slot in slots.WINDOW_SLOTS else common
+    def made(slot: slots.Slot, **latent: int) -> rx.Var:
+        options = {**common, **latent, **(window if slot in slots.WINDOW_SLOTS else {})}
         name_and_options = StringImm(slot.attention), StringImm(json.dumps(options, sort_keys=True))
         if slopes is not None:
             function = slots.CACHE_SLOT_WITH_SLOPES
             arguments = (rx.prim_value(config.support_sliding_window), slopes)
         else:
             function = slots.CACHE_SLOT
-            planned = rx.prim_value(can_plan and bool(slot.planned))
-            arguments = (planned, rx.prim_value(config.support_sliding_window))
+            planned = slot.planned and not unplanned_reasons(config, target, slot.attention)
+            arguments = (rx.prim_value(bool(planned)), rx.prim_value(config.support_sliding_window))
         call = rx.call_pure_packed(
             f"flashinfer.{function}", *name_and_options, *arguments, ty_args=rx.AnyType()
         )
@@ -258,9 +258,10 @@ def _attention_slots(
 
     empty = rx.Tuple([])
     if config.is_mla:
-        # Ragged queries, keys and values are those before compression; their shapes tell so.
-        others = len(slots.ATTENTION_SLOTS) - 1
-        return [made(slots.PREFILL_RAGGED), *[empty] * others, made(slots.MLA)]
+        # Ragged queries, keys and values are those before compression, which a plan must know.
+        qk, vo = attention_head_dims(config, slots.PREFILL_RAGGED.attention)
+        ragged = made(slots.PREFILL_RAGGED, head_dim_qk=qk, head_dim_vo=vo)
+        return [ragged, *[empty] * (len(slots.ATTENTION_SLOTS) - 1), made(slots.MLA)]
     return [*(made(slot) for slot in slots.ATTENTION_SLOTS), empty]
 
 

@@ -8,7 +8,12 @@ from tvm.target import Target
 
 from tvm_flashinfer.relax.config import PagedKVCacheConfig
 from tvm_flashinfer.relax.report import FALLBACK, NATIVE, ReportRow
-from tvm_flashinfer.relax.support import DECODE_BY_PREFILL_RATIO, target_archs, unplanned_reasons
+from tvm_flashinfer.relax.support import (
+    DECODE_BY_PREFILL_RATIO,
+    decodes_by_prefill,
+    target_archs,
+    unplanned_reasons,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ PREFILL_WINDOW = _attention("prefill_sliding_window", "prefill_paged")
 DECODE_WINDOW = _attention("decode_sliding_window", "decode_paged")
 TREE_PAGED = _attention("tree_paged", "tree_paged")
 TREE_RAGGED = _attention("tree_ragged", "tree_ragged")
-MLA = _attention("mla", "mla")
+MLA = _attention("mla", "mla", "batch_mla_run")
 MERGE_STATE = Slot("merge_state", "merge_state_in_place")
 SPLIT_ROTARY = Slot("split_rotary", "bind_split_qkv_rotary")
 COPY_PAGE = Slot("copy_page", "copy_single_page")
@@ -101,25 +106,34 @@ def arch_text(target: Target) -> str:
 def native_rows(config: PagedKVCacheConfig, target: Target, site: str) -> list[ReportRow]:
     """Return the report of a cache that is ours: a row for each slot that the model can reach."""
     arch = arch_text(target)
-    unplanned = unplanned_reasons(config, target)
     rows = []
     for slot in MLA_SLOTS if config.is_mla else SLOTS:
         kernel, notes = slot.function, ()
+        unplanned = unplanned_reasons(config, target, slot.attention) if slot.planned else []
         if slot.planned and not unplanned:
-            kernel = slot.planned
-            notes = (f"created with support_sliding_window 1: flashinfer.{slot.function}",)
-            if slot is DECODE_PAGED and config.head_ratio >= DECODE_BY_PREFILL_RATIO:
-                kernel = PREFILL_PAGED.planned
-                notes += (
-                    f"there are {config.head_ratio} query heads per KV head; from "
-                    f"{DECODE_BY_PREFILL_RATIO} on TVM decodes through the paged prefill slot",
-                )
+            kernel, notes = _planned(config, slot)
         elif slot.planned and target.kind.name == "cuda":
             notes = tuple(unplanned)
         if slot.attention:
             notes += _score_notes(config, slot)
         rows.append(ReportRow(site, slot.name, NATIVE, f"flashinfer.{kernel}", arch, notes))
     return rows
+
+
+def _planned(config: PagedKVCacheConfig, slot: Slot) -> tuple[str, tuple[str, ...]]:
+    """Return the function of a slot that has a plan, and what there is to know about it."""
+    if config.is_mla:  # which TVM lets no cache slide with
+        if slot is MLA:
+            return slot.planned, ()
+        return slot.planned, (f"steps of one token of each sequence: flashinfer.{slot.function}",)
+    notes = (f"created with support_sliding_window 1: flashinfer.{slot.function}",)
+    if slot is not DECODE_PAGED or not decodes_by_prefill(config):
+        return slot.planned, notes
+    notes += (
+        f"there are {config.head_ratio} query heads per KV head; from {DECODE_BY_PREFILL_RATIO} on "
+        "TVM decodes through the paged prefill slot",
+    )
+    return PREFILL_PAGED.planned, notes
 
 
 def _score_notes(config: PagedKVCacheConfig, slot: Slot) -> tuple[str, ...]:

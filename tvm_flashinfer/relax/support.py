@@ -43,6 +43,18 @@ ROPE_TYPES = {
 #: Query heads per KV head from which TVM decodes through a paged prefill slot that has a plan.
 DECODE_BY_PREFILL_RATIO = 4
 
+#: The kind of unit that serves a slot after a plan, by the name that ``flashinfer.cache_slot`` has
+#: for the slot.
+PLANNED_UNITS = {
+    "prefill_ragged": "batch_prefill_ragged",
+    "prefill_paged": "batch_prefill_paged",
+    "decode_paged": "batch_decode",
+    "mla": "batch_mla",
+}
+
+#: Those of multi-head attention.
+MHA_PLANNED = ("prefill_paged", "prefill_ragged", "decode_paged")
+
 
 @tvm_ffi.register_error
 class UnsupportedConfigError(ValueError):
@@ -105,20 +117,44 @@ def target_archs(target: Target) -> tuple[str, ...]:
     return kernel_spec.parse_archs(named)
 
 
-def unplanned_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
-    """Return why no slot of a cache has a plan on the host; none when the slots that can have one.
+def attention_head_dims(config: PagedKVCacheConfig, attention: str) -> tuple[int, int]:
+    """Return the head dimensions of a slot: of queries and keys, and of values.
+
+    Parameters
+    ----------
+    config : PagedKVCacheConfig
+    attention : str
+        A slot as ``flashinfer.cache_slot`` names it, such as ``"prefill_ragged"``.
+    """
+    if config.is_mla and attention == "prefill_ragged":
+        # New tokens come to this slot as they are before compression.
+        return config.mla_original_qk_head_dim, config.mla_original_v_head_dim
+    return config.qk_head_dim, config.v_head_dim
+
+
+def unplanned_reasons(config: PagedKVCacheConfig, target: Target, attention: str) -> list[str]:
+    """Return why a slot has no plan on the host; none when it has one.
 
     FlashInfer's kernels need a plan and are the faster ones. The functions without one serve more.
+
+    Parameters
+    ----------
+    config : PagedKVCacheConfig
+    target : tvm.target.Target
+    attention : str
+        One of `PLANNED_UNITS`.
     """
     if target.kind.name != "cuda":
         return ["on CPU nothing needs a plan"]
     reasons = []
-    if config.rope_mode == RopeMode.INLINE:
+    if config.rotates and config.rope_mode == RopeMode.INLINE:
         # TVM does not tell functions that have a plan to rotate.
         reasons.append("rope_mode is inline; kernels with a plan take keys that are rotated")
-    if config.qk_head_dim not in kernel_spec.HEAD_DIMS:
-        planned = ", ".join(map(str, kernel_spec.HEAD_DIMS))
-        reasons.append(f"head_dim is {config.qk_head_dim}; kernels with a plan have {planned}")
+    planned = kernel_spec.planned_head_dims(PLANNED_UNITS[attention])
+    dims = attention_head_dims(config, attention)
+    if dims not in planned:
+        served = ", ".join(map(_dims_text, planned))
+        reasons.append(f"head_dim is {_dims_text(dims)}; kernels with a plan have {served}")
     if config.logits_soft_cap:
         reasons.append(f"logits_soft_cap is {config.logits_soft_cap}; kernels with a plan cap none")
     if config.alibi_slopes:
@@ -126,21 +162,34 @@ def unplanned_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
     return reasons
 
 
+def _dims_text(dims: tuple[int, int]) -> str:
+    return f"{dims[0]}" if dims[0] == dims[1] else f"{dims[0]} with values of {dims[1]}"
+
+
 def kernel_specs(config: PagedKVCacheConfig, target: Target) -> list[kernel_spec.KernelSpec]:
     """Return the kernels that a CUDA model with this cache needs in its library."""
     archs = target_archs(target)
-    kinds = ["batch_attention"]
-    if not unplanned_reasons(config, target):
-        kinds += ["batch_prefill_paged", "batch_prefill_ragged"]
-        if config.head_ratio < DECODE_BY_PREFILL_RATIO:
-            kinds.append("batch_decode")
-    return [
-        kernel_spec.KernelSpec("common", archs=archs),
-        *(
-            kernel_spec.KernelSpec(kind, config.dtype, config.qk_head_dim, archs=archs)
-            for kind in kinds
-        ),
-    ]
+    specs = [kernel_spec.KernelSpec("common", archs=archs)]
+
+    def add(kind: str, dims: tuple[int, int]) -> None:
+        specs.append(kernel_spec.KernelSpec(kind, config.dtype, *dims, archs=archs))
+
+    for attention in ("prefill_ragged", "mla") if config.is_mla else MHA_PLANNED:
+        dims = attention_head_dims(config, attention)
+        planned = not unplanned_reasons(config, target, attention)
+        # The kernel without a plan serves windows, trees, and steps of one token of each sequence.
+        if not planned or attention != "mla":
+            add("batch_attention", dims)
+        if planned and attention == "mla":
+            specs += kernel_spec.latent_specs(config.dtype, archs)
+        elif planned and not (attention == "decode_paged" and decodes_by_prefill(config)):
+            add(PLANNED_UNITS[attention], dims)
+    return list(dict.fromkeys(specs))
+
+
+def decodes_by_prefill(config: PagedKVCacheConfig) -> bool:
+    """Return whether TVM decodes through the paged prefill slot when that one has a plan."""
+    return config.head_ratio >= DECODE_BY_PREFILL_RATIO
 
 
 def _attn_kind(config: PagedKVCacheConfig) -> list[str]:
@@ -171,12 +220,16 @@ def _heads(config: PagedKVCacheConfig) -> list[str]:
 
 def _head_dims(config: PagedKVCacheConfig) -> list[str]:
     if config.is_mla:
-        if 0 < config.v_head_dim <= config.qk_head_dim:
-            return []
-        return [
-            f"v_head_dim is {config.v_head_dim} and qk_head_dim is {config.qk_head_dim}; the value "
-            "of MLA is the first part of its key"
-        ]
+        reasons = []
+        if not 0 < config.v_head_dim <= config.qk_head_dim:
+            reasons.append(
+                f"v_head_dim is {config.v_head_dim} and qk_head_dim is {config.qk_head_dim}; the "
+                "value of MLA is the first part of its key"
+            )
+        for name in ("mla_original_qk_head_dim", "mla_original_v_head_dim"):
+            if (dim := getattr(config, name)) < 1:
+                reasons.append(f"{name} is {dim}; it must be positive, new tokens have that form")
+        return reasons
     if config.v_head_dim == config.qk_head_dim:
         return []
     return [
@@ -311,8 +364,6 @@ def _cpu_reasons(config: PagedKVCacheConfig) -> list[str]:
 
 
 def _cuda_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:
-    if config.is_mla:
-        return ["attn_kind is 'mla'; on CUDA MLA is not served yet"]
     if _dtype(config):
         return []  # said already
     # The value head_dim is checked above, so that the sentence names the model's own argument.

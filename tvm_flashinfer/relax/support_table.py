@@ -16,7 +16,14 @@ from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm.target import Target
 
 from tvm_flashinfer.contract import TESTED_TVM
-from tvm_flashinfer.kernels.spec import ARCHS, DEVICE_SCHEDULED_HEAD_DIMS, DTYPES, HEAD_DIMS
+from tvm_flashinfer.kernels.spec import (
+    ARCHS,
+    DEVICE_SCHEDULED_HEAD_DIMS,
+    DTYPES,
+    HEAD_DIMS,
+    MLA_HEAD_DIMS,
+    MLA_RAGGED_HEAD_DIMS,
+)
 from tvm_flashinfer.relax.config import ATTN_KINDS, PagedKVCacheConfig
 from tvm_flashinfer.relax.report import NATIVE
 from tvm_flashinfer.relax.slots import DECODE_PAGED, MLA, MLA_SLOTS, SLOTS, native_rows
@@ -60,6 +67,16 @@ _SERVED = PagedKVCacheConfig(
     enable_disaggregation=False,
     dtype=next(iter(DTYPES)),
 )
+
+#: What a cache of MLA has besides.
+_SERVED_MLA = {
+    "attn_kind": "mla",
+    "qk_head_dim": MLA_HEAD_DIMS[0],
+    "v_head_dim": MLA_HEAD_DIMS[1],
+    "mla_original_qk_head_dim": MLA_RAGGED_HEAD_DIMS[0],
+    "mla_original_v_head_dim": MLA_RAGGED_HEAD_DIMS[1],
+    "rope_mode": RopeMode.NONE,
+}
 
 
 def support_table() -> str:
@@ -125,9 +142,11 @@ def _properties() -> str:
         f"{', '.join(str(dim) for dim in DEVICE_SCHEDULED_HEAD_DIMS if dim not in HEAD_DIMS)}"
     )
     versions = ", ".join(TESTED_TVM)
+    latent = "{} with values of {}, new tokens {} with {}; others without plans, as above"
     rows = [
         ("dtypes of the cache", ", ".join(CPU_DTYPES), ", ".join(DTYPES)),
         ("head dimensions", "any", head_dims),
+        ("head dimensions of MLA", "any", latent.format(*MLA_HEAD_DIMS, *MLA_RAGGED_HEAD_DIMS)),
         ("query heads", heads, heads),
         ("tokens of a page", "any", "any"),
         ("kinds of layers", *(", ".join(_code(_kinds(kind))) for kind in _COLUMNS)),
@@ -155,8 +174,13 @@ def _slots() -> str:
 
 def _kernels(target_kind: str, attn_kind: str) -> dict[str, str]:
     """Return what holds each slot, by the name of the slot."""
-    rows = native_rows(replace(_SERVED, attn_kind=attn_kind), _target(target_kind), "")
+    rows = native_rows(_served(attn_kind), _target(target_kind), "")
     return {row.slot: f"`{row.kernel}`" if row.status == NATIVE else "TIR" for row in rows}
+
+
+def _served(attn_kind: str) -> PagedKVCacheConfig:
+    changes = _SERVED_MLA if attn_kind == "mla" else {"attn_kind": attn_kind}
+    return replace(_SERVED, **changes)
 
 
 def _notes() -> str:
@@ -171,8 +195,7 @@ def _notes() -> str:
 
 def _kinds(target_kind: str) -> list[str]:
     target = _target(target_kind)
-    configs = {kind: replace(_SERVED, attn_kind=kind) for kind in ATTN_KINDS}
-    return [kind for kind, config in configs.items() if not unsupported_reasons(config, target)]
+    return [kind for kind in ATTN_KINDS if not unsupported_reasons(_served(kind), target)]
 
 
 def _rope_modes(target_kind: str) -> list[str]:
