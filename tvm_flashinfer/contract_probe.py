@@ -17,15 +17,17 @@ from tvm_ffi import Shape
 
 # TVM's numbers of the kind of a layer and of the mode of RoPE. The enums lie in the compiler, and a
 # process that only runs models has none.
-_MHA, _ROPE_NORMAL = 0, 1
+_MHA, _MLA, _ROPE_NORMAL = 0, 1, 1
 
 _LAYER_WINDOW = 1024
 _HEADS, _KV_HEADS, _DIM, _PAGE, _LAYERS = 4, 2, 8, 4, 1
+_LATENT_DIM, _QK_DIM, _VO_DIM = 6, 5, 3  # of MLA: values in the cache, and the new tokens
 _DATA, _INDEX = "float16", "int32"
 
 _Q, _I1, _I2, _LSE = f"{_DATA}[3]", f"{_INDEX}[1]", f"{_INDEX}[2]", "float32[2]"
 _POOL, _PAGES, _BYTES = f"{_DATA}[5]", f"{_DATA}[4]", "uint8[1]"
 _ROPE = ("int", "float", "float", "float")  # rotary_mode, scale, theta, sm_scale
+_ROWS = f"{_DATA}[3]"  # pages of MLA
 _PAGED = (_Q, _I1, _POOL, _I1, _I1, _I1, _I1, _I1, _Q, _LSE)
 _RUN = ("int", "float", "float", "float")  # enable_pdl, sm_scale, rcp_scale, rcp_theta
 
@@ -58,6 +60,15 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "decode_paged_run": (
         _BYTES, _BYTES, "array", _Q, _PAGES, _PAGES, *(_I1,) * 3, _Q, _LSE, "int", "int", *_RUN,
     ),
+    "append_mla": (_ROWS, f"{_DATA}[2]", _I1),
+    "copy_page_mla": (_ROWS, "int", "int", "int"),
+    "debug_get_kv_mla": (_ROWS, _I1, f"{_DATA}[3]", "int"),
+    "mla": (_Q, _I1, _ROWS, _I1, _I1, _I1, _Q, _LSE, "int", "float"),
+    "mla_plan": (*(_BYTES,) * 3, *(_I1,) * 3, "int", "int", "int"),
+    "mla_run": (
+        _BYTES, _BYTES, "array", _Q, _Q, _ROWS, _ROWS, _I1, _Q, _LSE, "int", "int", "int", "float",
+        "int",
+    ),
 }  # fmt: skip
 
 Calls = dict[str, set[tuple[str, ...]]]
@@ -87,8 +98,10 @@ def recorded_calls() -> Calls:
     plan = tvm_ffi.convert([1, 2, 3])
     unplanned = {
         name: ["tirx", record(name)]
-        for name in ("prefill_ragged", "prefill_paged", "decode_paged", "tree_paged", "tree_ragged")
-    }
+        for name in (
+            "prefill_ragged", "prefill_paged", "decode_paged", "tree_paged", "tree_ragged", "mla",
+        )
+    }  # fmt: skip
     planned = {
         **unplanned,
         **{
@@ -97,26 +110,39 @@ def recorded_calls() -> Calls:
                 ("prefill_ragged", "prefill_plan"),
                 ("prefill_paged", "prefill_plan"),
                 ("decode_paged", "decode_plan"),
+                ("mla", "mla_plan"),
             )
         },
     }
     for slots in (unplanned, planned):
-        _drive(_create(slots, record))
+        _drive(_create(_MHA, slots, record))
+    planned["prefill_ragged"] += [_QK_DIM, _VO_DIM]
+    for slots in (unplanned, planned):
+        _drive_mla(_create(_MLA, slots, record))
     return calls
 
 
-def _create(slots: dict[str, list[Any]], record: Callable[..., Any]) -> Any:
+def _create(kind: int, slots: dict[str, list[Any]], record: Callable[..., Any]) -> Any:
     merge = record("merge_state")
     create = tvm.get_global_func("vm.builtin.paged_attention_kv_cache_create")
     sizes = [4, 64, 32, _PAGE, 0]
+    if kind == _MLA:
+        heads = (_HEADS, 1, _DIM, _LATENT_DIM)
+        appends, suffix = (None, record("append_mla")), "_mla"
+        attention = (slots["prefill_ragged"], *[[]] * 6, slots["mla"])
+    else:
+        heads = (_HEADS, _KV_HEADS, _DIM, _DIM)
+        appends, suffix = (record("append"), None), ""
+        attention = (
+            slots["prefill_ragged"], slots["prefill_paged"], slots["decode_paged"],
+            ["tirx", record("prefill_window")], ["tirx", record("decode_window")],
+            slots["tree_paged"], slots["tree_ragged"], [],
+        )  # fmt: skip
     rest = (
-        Shape([0, _LAYERS]), _HEADS, _KV_HEADS, _DIM, _DIM,
-        Shape([_MHA] * _LAYERS), False, _ROPE_NORMAL, 1.0, 1e4, None,
-        tvm.runtime.empty((), _DATA, tvm.cpu()), record("append"), None,
-        slots["prefill_ragged"], slots["prefill_paged"], slots["decode_paged"],
-        ["tirx", record("prefill_window")], ["tirx", record("decode_window")],
-        slots["tree_paged"], slots["tree_ragged"], [], [merge, merge], record("split_rotary"),
-        record("copy_page"), record("debug_get_kv"), record("compact_copy"),
+        Shape([0, _LAYERS]), *heads, Shape([kind] * _LAYERS), False, _ROPE_NORMAL, 1.0, 1e4, None,
+        tvm.runtime.empty((), _DATA, tvm.cpu()), *appends, *attention, [merge, merge],
+        record("split_rotary"), record(f"copy_page{suffix}"), record(f"debug_get_kv{suffix}"),
+        record("compact_copy"),
     )  # fmt: skip
     try:
         return create(Shape([*sizes, _LAYER_WINDOW]), *rest)
@@ -124,35 +150,65 @@ def _create(slots: dict[str, list[Any]], record: Callable[..., Any]) -> Any:
         return create(Shape(sizes), *rest)
 
 
+def _state(name: str) -> Callable[..., Any]:
+    return tvm.get_global_func(f"vm.builtin.kv_state_{name}")
+
+
+def _attention(name: str) -> Callable[..., Any]:
+    return tvm.get_global_func(f"vm.builtin.attention_kv_cache_{name}")
+
+
+def _empty(*shape: int, dtype: str = _DATA) -> Any:
+    return tvm.runtime.empty(shape, dtype, tvm.cpu())
+
+
 def _drive(cache: Any) -> None:
     """Prefill, prefill on a past, decode, fork inside a page, read back, grow and commit trees."""
-    state = lambda name: tvm.get_global_func(f"vm.builtin.kv_state_{name}")  # noqa: E731
-    attention = lambda name: tvm.get_global_func(  # noqa: E731
-        f"vm.builtin.attention_kv_cache_{name}"
-    )
 
     def step(sequences: list[int], lengths: list[int], tree: list[int] | None = None) -> None:
         parents = None if tree is None else Shape(tree)
-        state("begin_forward")(cache, Shape(sequences), Shape(lengths), parents)
+        _state("begin_forward")(cache, Shape(sequences), Shape(lengths), parents)
         rows = sum(lengths)
         heads = _HEADS + 2 * _KV_HEADS
-        qkv = tvm.runtime.empty((rows, heads, _DIM), _DATA, tvm.cpu())
-        out = tvm.runtime.empty((rows, _HEADS, _DIM), _DATA, tvm.cpu())
-        attention("attention_with_fused_qkv")(cache, 0, 1.0, qkv, out)
-        state("end_forward")(cache)
+        qkv, out = _empty(rows, heads, _DIM), _empty(rows, _HEADS, _DIM)
+        _attention("attention_with_fused_qkv")(cache, 0, 1.0, qkv, out)
+        _state("end_forward")(cache)
 
     for sequence in (0, 1):
-        state("add_sequence")(cache, sequence)
+        _state("add_sequence")(cache, sequence)
     step([0, 1], [5, 3])
     step([0, 1], [2, 4])
     step([0, 1], [1, 1])
-    state("fork_sequence")(cache, 0, 2, 5)
-    k, v = (tvm.runtime.empty((_LAYERS, 3, _KV_HEADS, _DIM), _DATA, tvm.cpu()) for _ in range(2))
-    attention("debug_get_kv")(cache, 1, 0, 3, k, v)
+    _state("fork_sequence")(cache, 0, 2, 5)
+    kv = _empty(_LAYERS, 3, _KV_HEADS, _DIM)
+    _attention("debug_get_kv")(cache, 1, 0, 3, kv, kv)
     step([1], [4], [-1, 0, 0, 1])
-    attention("commit_accepted_token_tree_nodes")(cache, Shape([1]), Shape([2]))
+    _attention("commit_accepted_token_tree_nodes")(cache, Shape([1]), Shape([2]))
     step([1], [3], [-1, 0, 0])
     step([1], [1], [2])  # a node that joins a tree of which nothing was accepted yet
+
+
+def _drive_mla(cache: Any) -> None:
+    """The same of latent attention: a prefill attends to new tokens and to those in the pages."""
+
+    def step(length: int, *, is_new: bool) -> None:
+        _state("begin_forward")(cache, Shape([0]), Shape([length]), None)
+        _attention("append_mla_kv")(cache, 0, _empty(length, _DIM))
+        lse = _empty(length, _HEADS, dtype="float32")
+        q, v = (_empty(length, _HEADS, dim) for dim in (_QK_DIM, _VO_DIM))
+        if is_new:
+            _attention("self_attention")(cache, 0, 1.0, q, q, v, v, lse)
+        q, o = (_empty(length, _HEADS, dim) for dim in (_DIM, _LATENT_DIM))
+        _attention("cross_attention")(cache, 0, 1.0, q, o, lse)
+        _attention("merge_attn_output_inplace")(cache, o, lse, o, lse)
+        _state("end_forward")(cache)
+
+    _state("add_sequence")(cache, 0)
+    step(5, is_new=True)
+    step(3, is_new=True)
+    step(1, is_new=False)
+    _state("fork_sequence")(cache, 0, 1, 6)
+    _attention("debug_get_kv_mla")(cache, 1, 0, 3, _empty(_LAYERS, 3, _DIM))
 
 
 def contract_differences(accepted: dict[str, tuple[str, ...]] = ACCEPTED) -> list[str]:

@@ -72,6 +72,11 @@ def test_the_list_is_that_of_the_functions() -> None:
         "prefill_ragged_run": "batch_prefill_ragged_run",
         "prefill_paged_run": "batch_prefill_paged_run",
         "decode_paged_run": "batch_decode_run",
+        "append_mla": "append_paged_mla_kv_cache",
+        "copy_page_mla": "copy_single_page_mla",
+        "debug_get_kv_mla": "debug_get_kv_mla",
+        "mla_plan": "batch_mla_plan",
+        "mla_run": "batch_mla_run",
     }
     made = {
         name: tvm_ffi.get_global_func(f"flashinfer.{function}")
@@ -80,7 +85,8 @@ def test_the_list_is_that_of_the_functions() -> None:
     made["split_rotary"] = tvm_ffi.get_global_func("flashinfer.bind_split_qkv_rotary")(
         1e4, 1.0, 64, "{}"
     )
-    for name in ("prefill_ragged", "prefill_paged", "decode_paged", "tree_ragged", "tree_paged"):
+    slots = ("prefill_ragged", "prefill_paged", "decode_paged", "tree_ragged", "tree_paged", "mla")
+    for name in slots:
         made[name] = tvm_ffi.get_global_func("flashinfer.cache_slot")(name, "{}", False, 0)[1]
     assert made.keys() == ACCEPTED.keys()
     for name, function in made.items():
