@@ -130,7 +130,7 @@ MODELS = {
         rope_mode=int(RopeMode.NONE),
         attn_kind="mla",
         v_head_dim=32,
-        mla_head_dims=(24, 16),
+        mla_head_dims=(32, 16),
     ),
 }
 

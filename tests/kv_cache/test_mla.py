@@ -90,15 +90,15 @@ def test_head_dims_of_new_tokens_come_together(given: dict[str, int]) -> None:
 def test_head_dims_are_for_new_tokens() -> None:
     make = tvm_ffi.get_global_func("flashinfer.cache_slot")
     with pytest.raises(ValueError, match="for prefill_ragged alone"):
-        make("prefill_paged", '{"head_dim_qk": 24, "head_dim_vo": 16}', True, 0)
+        make("prefill_paged", '{"head_dim_qk": 32, "head_dim_vo": 16}', True, 0)
 
 
 def test_a_step_that_was_not_planned() -> None:
     """A run without a plan serves one row of each request, and says so of others."""
-    options = json.dumps({"head_dim_qk": 24, "head_dim_vo": 16})
+    options = json.dumps({"head_dim_qk": 32, "head_dim_vo": 16})
     slot = tvm_ffi.get_global_func("flashinfer.cache_slot")("prefill_ragged", options, True, 0)
-    assert list(slot[3:]) == [24, 16]
-    q, v = (tvm.runtime.tensor(np.zeros((3, 2, d), np.float16)) for d in (24, 16))
+    assert list(slot[3:]) == [32, 16]
+    q, v = (tvm.runtime.tensor(np.zeros((3, 2, d), np.float16)) for d in (32, 16))
     lse = tvm.runtime.empty((3, 2), "float32")
     offsets = tvm.runtime.tensor(np.array([0, 1, 3], np.int32))
     with pytest.raises(ValueError, match="`plan` is None"):
