@@ -351,9 +351,9 @@ def _attention_sinks(config: PagedKVCacheConfig) -> list[str]:
         return []
     return [
         "attention_sinks are given; TVM's cache merges states of several calls, each of which "
-        "would count them, and does not say which layer calls. Where o and LSE are at hand, as after "
-        "merge_attn_output_inplace, apply flashinfer.apply_attention_sinks once after the last "
-        "merge; flashinfer.bind_attention takes sinks too"
+        "would count them, and does not say which layer calls. Where o and LSE are at hand, as "
+        "after merge_attn_output_inplace, apply flashinfer.apply_attention_sinks once after the "
+        "last merge; flashinfer.bind_attention takes sinks too"
     ]
 
 

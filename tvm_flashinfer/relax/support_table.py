@@ -186,8 +186,8 @@ def _served(attn_kind: str) -> PagedKVCacheConfig:
 def _notes() -> str:
     return (
         "Functions `bind_...` return what the slot holds. On CUDA the slots with a plan hold those "
-        "of the CPU's\ncolumn when the cache slides as a whole, for RoPE inside attention, changes of "
-        "scores, and head dimensions\nwithout plans. "
+        "of the CPU's\ncolumn when the cache slides as a whole, for RoPE inside attention, changes "
+        "of scores, and head dimensions\nwithout plans. "
         f"With plans, from {DECODE_BY_PREFILL_RATIO} query heads per KV head on, TVM calls the "
         f"paged prefill\nslot in place of `{DECODE_PAGED.name}`."
     )
