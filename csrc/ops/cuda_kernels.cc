@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <unordered_map>
 
 namespace tvm_flashinfer {
 namespace ops {
@@ -84,8 +85,10 @@ kernels::CudaStream CurrentStream(DLDevice device) {
   return {device.device_id, TVMFFIEnvGetStream(kDLCUDA, device.device_id)};
 }
 
-void* RequireKernel(const Checker& check, const std::string& name, const UnitSpec& spec,
-                    DLDevice device) {
+namespace {
+
+void* FindOrBuild(const Checker& check, const std::string& name, const UnitSpec& spec,
+                  DLDevice device) {
   Arch arch{0, 0};
   void* function = Lookup(check, name, device, &arch);
   if (function != nullptr) return function;
@@ -108,6 +111,19 @@ void* RequireKernel(const Checker& check, const std::string& name, const UnitSpe
   message << "; loaded attention kernels: " << Available()
           << ". Build them with `tvm-flashinfer build` on a machine with nvcc, or pass CPU tensors";
   check.FailRuntime(message.str());
+}
+
+}  // namespace
+
+void* RequireKernel(const Checker& check, const std::string& name, const UnitSpec& spec,
+                    DLDevice device) {
+  // The table is a list behind a lock; small kernels would take less time than a walk over it.
+  // Units are never unloaded.
+  thread_local std::vector<std::unordered_map<std::string, void*>> known;  // by device id
+  if (device.device_id >= static_cast<int>(known.size())) known.resize(device.device_id + 1);
+  void*& function = known[device.device_id][name];
+  if (function == nullptr) function = FindOrBuild(check, name, spec, device);
+  return function;
 }
 
 void RefuseCapture(const Checker& check, DLDevice device, const char* reason) {

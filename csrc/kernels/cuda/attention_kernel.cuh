@@ -301,6 +301,7 @@ __global__ void __launch_bounds__(
       for (int i = 0; i < 2; ++i) {
         state.sum[m][i] += __shfl_xor_sync(0xffffffffu, state.sum[m][i], 1);
         state.sum[m][i] += __shfl_xor_sync(0xffffffffu, state.sum[m][i], 2);
+        if constexpr (!kExtras) state.max[m][i] *= p.scale_log2;
       }
     }
     StoreRows<T, KV, DVO, kWarpsQ, kBlocksQ, kWarpsKV>(p, r, item, kv_head, first_row, packed_rows,

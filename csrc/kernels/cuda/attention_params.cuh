@@ -69,6 +69,7 @@ struct AttentionParams {
   float magnitude;
   const int32_t* q_positions;
   const int32_t* k_positions;
+  bool same_frequencies;
   // Those of the first elements of pairs, and those of the second.
   float inv_freq[2][kMaxInlineRotaryPairs];
 

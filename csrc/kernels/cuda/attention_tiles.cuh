@@ -22,7 +22,8 @@ struct RowState {
 
 /*!
  * \brief Take the scores of one block of rows into its state: online softmax of scale * s, in units
- * of log2. A row is spread over four lanes. The weights come packed as the next product takes them.
+ * of log2; the maximum is kept without the scale. A row is spread over four lanes. The weights come
+ * packed as the next product takes them.
  */
 template <typename T, int DVO, int kBlocksQ, int kTilesS>
 __device__ __forceinline__ void UpdateState(const float (&s)[kTilesS][4], float scale, int m,
@@ -30,21 +31,21 @@ __device__ __forceinline__ void UpdateState(const float (&s)[kTilesS][4], float 
                                             uint32_t (&weights)[kTilesS][2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float top = s[0][2 * i];
+    float top = state->max[m][i];
 #pragma unroll
     for (int t = 0; t < kTilesS; ++t) top = fmaxf(top, fmaxf(s[t][2 * i], s[t][2 * i + 1]));
-    top = fmaxf(state->max[m][i], top * scale);
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
     // A row without keys so far has no maximum to subtract: -inf less -inf is NaN.
     const float base = top == -INFINITY ? 0.f : top;
-    const float rescale = Exp2(state->max[m][i] - base);
+    const float rescale = Exp2((state->max[m][i] - base) * scale);
     state->max[m][i] = top;
     float sum = 0.f;
 #pragma unroll
     for (int t = 0; t < kTilesS; ++t) {
-      const float a = Exp2(fmaf(s[t][2 * i], scale, -base));
-      const float b = Exp2(fmaf(s[t][2 * i + 1], scale, -base));
+      // The difference first: it is exactly 0 for the maximum, however large that is.
+      const float a = Exp2((s[t][2 * i] - base) * scale);
+      const float b = Exp2((s[t][2 * i + 1] - base) * scale);
       sum += a + b;
       weights[t][i] = Pack<T>(a, b);
     }
@@ -60,15 +61,20 @@ __device__ __forceinline__ void UpdateState(const float (&s)[kTilesS][4], float 
   }
 }
 
+/*! \brief Cosine and sine, exact enough for any angle and with fast math too. */
+__device__ __forceinline__ float2 CosineAndSine(float angle) {
+  const double turns = static_cast<double>(angle) * 0.15915494309189535;
+  float2 result;
+  sincospif(static_cast<float>(2.0 * (turns - rint(turns))), &result.y, &result.x);
+  return result;
+}
+
 template <typename T>
 __device__ __forceinline__ float2 RotaryAngle(const AttentionParams<T>& p, int position,
                                               float inv_freq) {
-  // As in SplitRotaryKernel: a float angle, reduced to one turn exactly enough for any position.
-  const double turns =
-      static_cast<double>(static_cast<float>(position) * inv_freq) * 0.15915494309189535;
-  float sine, cosine;
-  sincospif(static_cast<float>(2.0 * (turns - rint(turns))), &sine, &cosine);
-  return make_float2(p.magnitude * cosine, p.magnitude * sine);
+  // As in SplitRotaryKernel: a float angle.
+  const float2 angle = CosineAndSine(static_cast<float>(position) * inv_freq);
+  return make_float2(p.magnitude * angle.x, p.magnitude * angle.y);
 }
 
 /*! \brief Dimensions of one rotated pair. */
@@ -164,9 +170,70 @@ __device__ __forceinline__ void LoadKeys(const KeyAddress* addresses, const int*
   }
 }
 
+/*! \brief Rotate pairs of two elements each that lie side by side: x to (x a.x - y a.y, y a.x + x
+ * a.y).
+ */
+template <typename T>
+__device__ __forceinline__ void RotateTwo(T* first, T* second, float2 a, float2 b,
+                                          bool interleaved) {
+  using Two = Vector<T, 2>;
+  Two x = *reinterpret_cast<Two*>(first), y = *reinterpret_cast<Two*>(second);
+  const float x0 = ToFloat(x.data[0]), x1 = ToFloat(x.data[1]);
+  const float y0 = ToFloat(y.data[0]), y1 = ToFloat(y.data[1]);
+  if (interleaved) {  // the pairs are (x0, x1) and (y0, y1)
+    x.data[0] = FromFloat<T>(x0 * a.x - x1 * a.y);
+    x.data[1] = FromFloat<T>(x1 * a.x + x0 * a.y);
+    y.data[0] = FromFloat<T>(y0 * b.x - y1 * b.y);
+    y.data[1] = FromFloat<T>(y1 * b.x + y0 * b.y);
+  } else {  // (x0, y0) and (x1, y1)
+    x.data[0] = FromFloat<T>(x0 * a.x - y0 * a.y);
+    y.data[0] = FromFloat<T>(y0 * a.x + x0 * a.y);
+    x.data[1] = FromFloat<T>(x1 * b.x - y1 * b.y);
+    y.data[1] = FromFloat<T>(y1 * b.x + x1 * b.y);
+  }
+  *reinterpret_cast<Two*>(first) = x;
+  *reinterpret_cast<Two*>(second) = y;
+}
+
+__device__ __forceinline__ float2 AddAngles(float2 a, float2 b) {
+  return make_float2(a.x * b.x - a.y * b.y, a.y * b.x + a.x * b.y);
+}
+
+/*!
+ * \brief Rotate keys of consecutive positions. A thread has two pairs of every so-manyth key, and
+ * goes from one key to the next by adding angles: two sines a tile and pair, not one a key.
+ */
+template <typename T, int kKeys, int kStride, int kThreads>
+__device__ __forceinline__ void RotateConsecutiveKeys(const AttentionParams<T>& p, int position,
+                                                      T* tile) {
+  const int columns = p.rotary_dim / 4, rows = kThreads / columns;
+  const int row = threadIdx.x / columns, pair = threadIdx.x % columns * 2;
+  if (row >= rows) return;
+  float2 angle[2], step[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    angle[i] = RotaryAngle(p, position + row, p.inv_freq[0][pair + i]);
+    step[i] = CosineAndSine(static_cast<float>(rows) * p.inv_freq[0][pair + i]);
+  }
+  const int first = p.interleaved ? 2 * pair : pair;
+  const int second = p.interleaved ? first + 2 : first + p.rotary_dim / 2;
+#pragma unroll 4
+  for (int key = row; key < kKeys; key += rows) {
+    T* x = tile + key * kStride;
+    RotateTwo(x + first, x + second, angle[0], angle[1], p.interleaved);
+    angle[0] = AddAngles(angle[0], step[0]);
+    angle[1] = AddAngles(angle[1], step[1]);
+  }
+}
+
 template <typename T, int kKeys, int kStride, int kThreads>
 __device__ __forceinline__ void RotateKeys(const AttentionParams<T>& p, const RequestInfo& r,
                                            int request, int tile_begin, int end, T* tile) {
+  if (p.k_positions != nullptr && p.same_frequencies && p.rotary_dim % 4 == 0) {
+    RotateConsecutiveKeys<T, kKeys, kStride, kThreads>(p, p.k_positions[request] + tile_begin,
+                                                       tile);
+    return;
+  }
   const int pairs = p.rotary_dim / 2;
   for (int i = threadIdx.x; i < kKeys * pairs; i += kThreads) {
     const int key = tile_begin + i / pairs, pair = i % pairs;

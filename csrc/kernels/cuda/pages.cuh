@@ -148,10 +148,29 @@ __global__ void CompactCopyKernel(PoolView<Piece> pool, int batch_size, const in
     const int64_t request = i / per_request;
     const int64_t begin = max(0, indptr[request]);
     const int64_t end = min(static_cast<int64_t>(indptr[request + 1]), num_moves);
-    for (int64_t j = begin; j < end; ++j) {
-      const int64_t src = src_pos[j], dst = dst_pos[j];
-      if (src < 0 || src >= pool.num_slots || dst < 0 || dst >= pool.num_slots) continue;
-      pool.At(dst, which, head)[piece] = pool.At(src, which, head)[piece];
+    // Several moves are read at once: one at a time would wait for the memory twice each.
+    constexpr int kAhead = 8;
+    for (int64_t j = begin; j < end; j += kAhead) {
+      int64_t src[kAhead], dst[kAhead];
+      Piece data[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        src[k] = j + k < end ? __ldg(src_pos + j + k) : -1;
+        dst[k] = j + k < end ? __ldg(dst_pos + j + k) : -1;
+        if (src[k] < 0 || src[k] >= pool.num_slots || dst[k] >= pool.num_slots) dst[k] = -1;
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (dst[k] >= 0) data[k] = pool.At(src[k], which, head)[piece];
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+#pragma unroll
+        for (int l = 0; l < k; ++l) {
+          if (dst[l] >= 0 && dst[l] == src[k]) data[k] = data[l];  // moved just now
+        }
+        if (dst[k] >= 0) pool.At(dst[k], which, head)[piece] = data[k];
+      }
     }
   }
 }

@@ -63,6 +63,9 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
   p.tree_indptr = extras.tree_indptr;
   p.tree_mask = extras.tree_mask;
   p.num_tree_nodes = extras.num_tree_nodes;
+  p.mask_indptr = extras.mask_indptr;
+  p.packed_mask = extras.packed_mask;
+  p.num_mask_bytes = extras.num_mask_bytes;
   constexpr double kLog2E = 1.4426950408889634;
   const double cap = extras.logits_soft_cap;
   const double sm_scale = args.sm_scale * kKeyUnit<T, KV>;
@@ -79,9 +82,11 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
   p.k_positions = extras.k_positions;
   const float* second =
       extras.inv_freq_second == nullptr ? extras.inv_freq : extras.inv_freq_second;
+  p.same_frequencies = true;
   for (int i = 0; i < extras.rotary_dim / 2; ++i) {
     p.inv_freq[0][i] = extras.inv_freq[i];
     p.inv_freq[1][i] = second[i];
+    p.same_frequencies = p.same_frequencies && extras.inv_freq[i] == second[i];
   }
   return p;
 }
