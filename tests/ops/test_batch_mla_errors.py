@@ -9,7 +9,7 @@ import pytest
 import tvm
 from batches import normal
 from device_tensors import to_device
-from graphs import Stream
+from graphs import Graph, Stream
 from mla_calls import MLACall, MLASpec, mla_call
 from refusals import (
     NOT_FINITE,
@@ -203,10 +203,14 @@ def test_plans_are_not_captured(ops, cuda, cuda_workspaces, rng):
     """A graph would run with the schedule of one step."""
     call = mla_call(ops, cuda, cuda_workspaces, rng, MLASpec((40, 9), (1, 3)))
     call.plan_run_check()
-    stream = Stream(cuda)
-    with unchanged(call.run_args), stream.capturing():
+
+    def body() -> None:
         for action in (call.plan, call.run):
             with refused(RuntimeError, "captured into a CUDA graph", "outside of the graph"):
                 action()
+
+    stream = Stream(cuda)
+    with unchanged(call.run_args):
+        Graph(stream, body).close()
     stream.close()
     call.plan_run_check()
