@@ -97,6 +97,11 @@ void* Find(const std::string& name, int major, int minor) {
   return nullptr;
 }
 
+PlanCursor* SharedPlanCursor() {
+  static PlanCursor cursor;
+  return &cursor;
+}
+
 std::string KernelName(const char* op, DType dtype, DType kv_dtype, int head_dim_qk,
                        int head_dim_vo) {
   std::ostringstream name;

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -69,6 +70,15 @@ inline std::string KernelName(const char* op, DType dtype, int head_dim_qk, int 
   return KernelName(op, dtype, dtype, head_dim_qk, head_dim_vo);
 }
 
+/*! \brief Where the next plan goes in int workspaces. */
+struct PlanCursor {
+  std::mutex mutex;
+  int64_t position = 0;  // bytes that were planned so far
+};
+
+/*! \brief The cursor of this library; the library with the ops hands its own to all units. */
+PlanCursor* SharedPlanCursor();
+
 /*! \brief What a plan is made from; the index arrays are in host memory and were checked. */
 struct PlanArgs {
   void* float_workspace;
@@ -88,7 +98,8 @@ struct PlanArgs {
   int32_t window_left;
   int64_t fixed_split_size;
   bool disable_split_kv;
-  const int32_t* kv_len;  // keys of each request; of MLA alone, else null
+  const int32_t* kv_len = nullptr;  // keys of each request; of MLA alone
+  PlanCursor* cursor = SharedPlanCursor();
 };
 
 /*! \brief The schedule: fields of FlashInfer's plan, offsets included. Its first value is the kind.

@@ -4,7 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <vector>
@@ -21,8 +20,9 @@ namespace cuda {
  * A plan may be made while the kernels of earlier ones still read the same workspace: TVM's cache
  * plans on its copy stream, which does not wait for the compute stream. So plans go round the
  * workspace as round a ring, and one is overwritten only after as many bytes as the workspace holds
- * were planned since. The copy starts from pageable memory, which the driver reads before the call
- * returns: no host buffer has to outlive it.
+ * were planned since. All units go by one cursor, wherever they were linked: plans of decode and of
+ * prefill may share a workspace. The copy starts from pageable memory, which the driver reads
+ * before the call returns: no host buffer has to outlive it.
  */
 class PlanBuffer {
  public:
@@ -40,7 +40,7 @@ class PlanBuffer {
     if (size > args.int_workspace_bytes) {
       Throw("int_workspace", size, args.int_workspace_bytes);
     }
-    const int64_t base = Reserve(size, args.int_workspace_bytes);
+    const int64_t base = Reserve(args.cursor, size, args.int_workspace_bytes);
     cudaError_t status = cudaMemcpyAsync(static_cast<char*>(args.int_workspace) + base,
                                          values_.data(), size, cudaMemcpyHostToDevice, stream);
     if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
@@ -64,16 +64,14 @@ class PlanBuffer {
     throw std::invalid_argument(message.str());
   }
 
-  static int64_t Reserve(int64_t size, int64_t capacity) {
-    static std::mutex mutex;
-    static int64_t cursor = 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    int64_t base = cursor % capacity / kAlignment * kAlignment;
+  static int64_t Reserve(PlanCursor* cursor, int64_t size, int64_t capacity) {
+    std::lock_guard<std::mutex> lock(cursor->mutex);
+    int64_t base = cursor->position % capacity / kAlignment * kAlignment;
     if (base + size > capacity) {
-      cursor += capacity - base;
+      cursor->position += capacity - base;
       base = 0;
     }
-    cursor += size;
+    cursor->position += size;
     return base;
   }
 
