@@ -3,6 +3,7 @@
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_TILES_CUH_
 #define TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_TILES_CUH_
 
+#include "angle.cuh"
 #include "attention_schedule.cuh"
 #include "float8.cuh"
 #include "mma.cuh"
@@ -59,14 +60,6 @@ __device__ __forceinline__ void UpdateState(const float (&s)[kTilesS][4], float 
       }
     }
   }
-}
-
-/*! \brief Cosine and sine, exact enough for any angle and with fast math too. */
-__device__ __forceinline__ float2 CosineAndSine(float angle) {
-  const double turns = static_cast<double>(angle) * 0.15915494309189535;
-  float2 result;
-  sincospif(static_cast<float>(2.0 * (turns - rint(turns))), &result.y, &result.x);
-  return result;
 }
 
 template <typename T>

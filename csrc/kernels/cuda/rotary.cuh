@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "angle.cuh"
 #include "vector.cuh"
 
 namespace tvm_flashinfer {
@@ -44,12 +45,8 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
   if (p.apply_rope) {
     const float position = static_cast<float>(p.position_map[row]);
     for (int i = threadIdx.x; i < (p.has_second ? 2 * pairs : pairs); i += blockDim.x) {
-      // The angle is rounded to float as in TVM's kernels; its reduction to one turn is exact
-      // enough for any position, where the fast sine of a large float is not.
-      const double turns = static_cast<double>(position * inv_freq.values[i]) * 0.15915494309189535;
-      float sine, cosine;
-      sincospif(static_cast<float>(2.0 * (turns - rint(turns))), &sine, &cosine);
-      cos_sin[i] = make_float2(p.magnitude * cosine, p.magnitude * sine);
+      const float2 angle = CosineAndSine(position * inv_freq.values[i]);
+      cos_sin[i] = make_float2(p.magnitude * angle.x, p.magnitude * angle.y);
     }
     __syncthreads();
   }
