@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import tvm
@@ -10,6 +11,7 @@ from tvm import relax as rx
 
 from tvm_flashinfer.relax import CompileReport, DispatchKVCacheCreation, ReportRow, read_report
 from tvm_flashinfer.relax.report import attach_report, emit_report
+from tvm_flashinfer.report import ReportError, report_of_file
 
 ROW = ReportRow("create", "decode", "native", "flashinfer.batch_decode_run", "sm_90a")
 FALLBACK = ReportRow("create", "tree", "fallback", "tir_tree", "sm_90a", ("no kernel yet",))
@@ -74,6 +76,7 @@ def test_survives_compilation(pipeline, generic_module, llvm, tmp_path) -> None:
     library = tvm.runtime.load_module(str(path))
     vm = rx.VirtualMachine(library, tvm.cpu())
     assert read_report(vm) == dispatch.report
+    assert read_report(path) == dispatch.report
 
 
 def test_library_without_a_report(module_builder, llvm, tmp_path) -> None:
@@ -84,3 +87,35 @@ def test_library_without_a_report(module_builder, llvm, tmp_path) -> None:
     vm = rx.VirtualMachine(tvm.runtime.load_module(str(path)), tvm.cpu())
     with pytest.raises(KeyError, match="not compiled through tvm_flashinfer"):
         read_report(vm)
+    with pytest.raises(ReportError, match="holds no report: the model was not compiled through"):
+        read_report(path)
+
+
+def test_file_is_data(tmp_path: Path) -> None:
+    """Nothing that stands in a file but a whole report counts, and nothing of it is run."""
+    path = tmp_path / "model.so"
+    text = CompileReport("cuda", "shared", [ROW]).to_json().encode()
+    other = CompileReport("cuda", "shared", [FALLBACK]).to_json().encode()
+    path.write_bytes(b"\x7fELF\xff" + text[:-4] + b"\0" + text + b"\xfe" + other + text)
+    assert report_of_file(path).rows == [ROW, FALLBACK]
+    path.write_bytes(b"\x7fELF" + text.replace(b'"rows": [', b'"rows": ' + b"[" * 100_000))
+    with pytest.raises(ReportError, match="holds no report"):
+        report_of_file(path)
+    path.write_bytes(b"\x7fELF" + text.replace(b'"cuda"', b"1"))
+    with pytest.raises(ReportError, match="holds no report"):
+        report_of_file(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"# a model", CompileReport("a", "b").to_json().encode()])
+def test_file_that_is_no_library(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.so"
+    path.write_bytes(content)
+    with pytest.raises(ReportError, match=r"model.so is no library: it begins with b'"):
+        report_of_file(path)
+
+
+def test_control_characters_are_spelt_out() -> None:
+    """A library may hold any text, and what is printed goes to a terminal."""
+    report = CompileReport("cuda", "shared", [ReportRow("\x1b[2J", "a", "native", "k", "cpu")])
+    assert "\x1b" not in str(report)
+    assert r"\x1b[2J" in str(report)

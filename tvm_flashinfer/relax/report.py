@@ -1,121 +1,27 @@
-"""What a compile ended in: each attention site and KV-cache slot, with its kernel or why not."""
+"""The report of a compile in a module, and reading it from a compiled model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import tvm
 from tvm import relax as rx
 
 from tvm_flashinfer.relax._compat import StringImm
+from tvm_flashinfer.report import FALLBACK, NATIVE, CompileReport, ReportRow, report_of_file
+
+__all__ = [
+    "FALLBACK", "NATIVE", "REPORT_ATTRIBUTE", "REPORT_FUNCTION", "CompileReport", "ReportRow",
+    "attach_report", "emit_report", "last_report", "read_report", "remember_report",
+    "report_function",
+]  # fmt: skip
 
 #: Function of a compiled model that returns the report as JSON, and attribute of a module with it.
 REPORT_FUNCTION = "flashinfer_report"
 REPORT_ATTRIBUTE = "tvm_flashinfer.report"
 
-NATIVE = "native"
-FALLBACK = "fallback"
-
 _last: CompileReport | None = None
-
-
-@dataclass(frozen=True)
-class ReportRow:
-    """One attention site or KV-cache slot.
-
-    Parameters
-    ----------
-    site : str
-        Function of the model in which it is.
-    slot : str
-        What is computed there, such as ``"prefill_paged"``.
-    status : str
-        `NATIVE`: one of our kernels. `FALLBACK`: TVM's own.
-    kernel : str
-        Name of the function that is called.
-    arch : str
-        Architectures it is compiled for, such as ``"sm_80,sm_90a"``, or ``"cpu"``.
-    reasons : tuple of str
-        Why it is a fallback; for a native one, what there is to know about it.
-    """
-
-    site: str
-    slot: str
-    status: str
-    kernel: str
-    arch: str
-    reasons: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reasons", tuple(self.reasons))
-        if self.status not in (NATIVE, FALLBACK):
-            raise ValueError(f"status is {self.status!r}, expected {NATIVE!r} or {FALLBACK!r}")
-
-
-@dataclass
-class CompileReport:
-    """The rows of a compile.
-
-    Parameters
-    ----------
-    target : str
-        Kind of target that the model was compiled for.
-    ship : str
-        Where the kernels are: ``"self-contained"`` in the model's library, ``"shared"`` in ours.
-    rows : list of ReportRow
-    """
-
-    target: str
-    ship: str
-    rows: list[ReportRow] = field(default_factory=list)
-
-    @property
-    def fallbacks(self) -> list[ReportRow]:
-        """The rows that no kernel of ours serves."""
-        return [row for row in self.rows if row.status == FALLBACK]
-
-    def extended(self, rows: Iterable[ReportRow]) -> CompileReport:
-        """Return the report with more rows; a row for the same site and slot is replaced."""
-        merged = {(row.site, row.slot): row for row in [*self.rows, *rows]}
-        return CompileReport(self.target, self.ship, list(merged.values()))
-
-    def to_json(self) -> str:
-        """Return the report as JSON, which `from_json` reads."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> CompileReport:
-        """Return the report that `to_json` wrote.
-
-        Raises
-        ------
-        ValueError
-            When the text is not such a report.
-        """
-        try:
-            data: Mapping[str, Any] = json.loads(text)
-            rows = [ReportRow(**row) for row in data["rows"]]
-            return cls(data["target"], data["ship"], rows)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"got {text[:80]!r}, expected the JSON of a report: {type(error).__name__} {error}"
-            ) from error
-
-    def __str__(self) -> str:
-        native = len(self.rows) - len(self.fallbacks)
-        lines = [f"{native} of {len(self.rows)} native ({self.target}, {self.ship})"]
-        columns = zip(*self._cells(), strict=True)
-        widths = [max(len(cell) for cell in column) for column in columns]
-        for row, cells in zip(self.rows, self._cells(), strict=True):
-            line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-            lines += [f"  {line.rstrip()}", *(f"      {reason}" for reason in row.reasons)]
-        return "\n".join(lines)
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [(row.site, row.slot, row.status, row.kernel, row.arch) for row in self.rows]
 
 
 def report_function(report: CompileReport) -> rx.Function:
@@ -175,14 +81,19 @@ def read_report(library: Any) -> CompileReport:
 
     Parameters
     ----------
-    library : relax.VirtualMachine or runtime.Module
-        What has the function ``flashinfer_report``.
+    library : str or Path or relax.VirtualMachine or runtime.Module
+        The file of the model, which is read and not loaded, or what has the function
+        ``flashinfer_report``.
 
     Raises
     ------
     KeyError
         When the model was compiled without our passes.
+    ReportError
+        When a file is no library, or was compiled without our passes.
     """
+    if isinstance(library, str | Path):
+        return report_of_file(library)
     try:
         function = library[REPORT_FUNCTION]
     except (AttributeError, ValueError, RuntimeError) as error:
