@@ -11,6 +11,9 @@
   X(batch_decode_run, BatchDecodeRun)                          \
   X(batch_mla_plan, BatchMLAPlan)                              \
   X(batch_mla_run, BatchMLARun)                                \
+  X(attention_dense, AttentionDense)                           \
+  X(attention_dense_masked, AttentionDenseMasked)              \
+  X(attention_ragged, AttentionRagged)                         \
   X(bind_attention, BindAttention)                             \
   X(bind_attention_prefill_paged, BindAttentionPrefillPaged)   \
   X(bind_attention_decode_paged, BindAttentionDecodePaged)     \

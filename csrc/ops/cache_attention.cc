@@ -141,7 +141,7 @@ Function MLA(Bound bound) {
 Function Dense(Bound bound) {
   return Function::FromTyped([bound](TensorView q, TensorView k, TensorView v, TensorView o,
                                      Optional<TensorView> lse, int64_t causal, double sm_scale) {
-    RunDense(*bound, {q, k, v, o, lse, causal, sm_scale});
+    RunDense(*bound, {q, k, v, o, lse, causal, sm_scale, std::nullopt, std::nullopt});
   });
 }
 

@@ -1,6 +1,7 @@
 #include "cache_call.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "../kernels/cpu/kernels.h"
 #include "attention_args.h"
@@ -56,6 +57,20 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
   // What is wrong with the settings shows now and not in the first call; longrope has factors,
   // which no call of attention brings, but its calls do not rotate either.
   if (!NeedsExtFactors(check, rope_scaling)) frequencies_->Get(check, 10000, 1, 2);
+}
+
+BoundAttention::BoundAttention(const char* op, CacheSlot slot, int64_t window_left,
+                               double logits_soft_cap)
+    : op_(op), slot_(slot), window_left_(window_left), logits_soft_cap_(logits_soft_cap) {
+  const Checker check(op);
+  if (window_left < -1 || window_left > INT32_MAX) {
+    check.FailValue(Text("`window_left` is ", window_left, ", expected -1 for no window, or W - 1 ",
+                         "for one of W keys, at most ", INT32_MAX));
+  }
+  if (!(logits_soft_cap >= 0) || std::isinf(logits_soft_cap)) {
+    check.FailValue(Text("`logits_soft_cap` is ", logits_soft_cap,
+                         ", expected a positive number, or 0 for none"));
+  }
 }
 
 CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const TensorView& o,
@@ -310,8 +325,10 @@ void CacheCall::SetEqualRows(int64_t batch_size) {
 
 void CacheCall::SetEqualKeys(const TensorView& k, const TensorView& v) {
   SetRaggedTensors(k, v);
-  if (!IsCPU(device_) || args_.batch_size == 0) return;
+  if (args_.batch_size == 0) return;
   const int64_t each = num_kv_tokens_ / args_.batch_size;
+  kv_lens_.assign(args_.batch_size, each);
+  if (!IsCPU(device_)) return;
   for (int64_t b = 0; b <= args_.batch_size; ++b) {
     equal_keys_.push_back(static_cast<int32_t>(b * each));
   }

@@ -45,6 +45,9 @@ class BoundAttention {
   BoundAttention(const char* op, CacheSlot slot, const std::string& options, Optional<Tensor> sinks,
                  Optional<Tensor> alibi_slopes);
 
+  /*! \brief What a call of a compiled graph has among its arguments. */
+  BoundAttention(const char* op, CacheSlot slot, int64_t window_left, double logits_soft_cap);
+
   const char* op() const { return op_; }
   CacheSlot slot() const { return slot_; }
   /*! \brief Tokens of the window of the layers; 0 for none. */

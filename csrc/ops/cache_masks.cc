@@ -63,7 +63,8 @@ void CacheCall::CheckMaskContents(const HostInts& indptr) {
   CheckIndptr(check_, "mask_indptr", indptr.data, args_.batch_size, extras_.num_mask_bytes,
               "packed_mask");
   for (int64_t b = 0; b < args_.batch_size; ++b) {
-    const int64_t rows = int64_t{qo_indptr_.data[b + 1]} - qo_indptr_.data[b];
+    const int64_t rows = qo_indptr_ ? int64_t{qo_indptr_.data[b + 1]} - qo_indptr_.data[b]
+                                    : args_.num_rows / args_.batch_size;
     const int64_t got = int64_t{indptr.data[b + 1]} - indptr.data[b];
     const int64_t expected = (rows * kv_lens_[b] + 7) / 8;
     if (got != expected) {

@@ -90,6 +90,9 @@ void RunDense(const BoundAttention& bound, const DenseInputs& in) {
   call.SetEqualRows(in.q.size(0));
   call.SetCausal(in.causal);
   call.SetEqualKeys(k.view(), v.view());
+  if (in.packed_mask.has_value()) {
+    call.SetPackedMask(in.mask_indptr.value(), in.packed_mask.value());
+  }
   call.Run();
 }
 
@@ -144,7 +147,8 @@ void RunSingle(const BoundAttention& bound, const TensorView& q, const TensorVie
   }
   Reshaped out(o, {1, n, heads, dim}, {n * heads * dim, heads * dim, dim, 1});
   const double sm_scale = 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(rows.size(3), 1)));
-  RunDense(bound, {rows, keys.view(), values.view(), out.view(), std::nullopt, causal, sm_scale});
+  RunDense(bound, {rows, keys.view(), values.view(), out.view(), std::nullopt, causal, sm_scale,
+                   std::nullopt, std::nullopt});
 }
 
 }  // namespace

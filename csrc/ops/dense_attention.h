@@ -19,6 +19,9 @@ struct DenseInputs {
   Optional<TensorView> lse;
   int64_t causal;
   double sm_scale;
+  // A packed mask, as in CacheCall::SetPackedMask; both or neither.
+  Optional<TensorView> mask_indptr;
+  Optional<TensorView> packed_mask;
 };
 
 void RunDense(const BoundAttention& bound, const DenseInputs& in);

@@ -79,6 +79,16 @@ Function BindAttentionMaskRagged(String options);
 Function BindAttentionDense(String options);
 Function BindAttentionMLA(String options);
 
+// Calls of a compiled graph: the output comes last.
+void AttentionDense(TensorView q, TensorView k, TensorView v, int64_t causal, int64_t window_left,
+                    double logits_soft_cap, double sm_scale, TensorView o);
+void AttentionDenseMasked(TensorView q, TensorView k, TensorView v, TensorView mask_indptr,
+                          TensorView packed_mask, int64_t causal, int64_t window_left,
+                          double logits_soft_cap, double sm_scale, TensorView o);
+void AttentionRagged(TensorView q, TensorView k, TensorView v, TensorView qo_indptr,
+                     TensorView kv_indptr, int64_t causal, int64_t window_left,
+                     double logits_soft_cap, double sm_scale, TensorView o);
+
 /*! \brief What TVM's cache is given for one attention slot: a kind, and the functions of that kind.
  */
 Array<tvm::ffi::Any> MakeCacheSlot(String slot, String options, bool planned,

@@ -175,3 +175,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No choice of the user's shell reaches a test."""
     for name in ("MLC_MULTI_ARCH", "TVM_FLASHINFER_STRICT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A generator seeded by the test's name."""
+    return np.random.default_rng(list(request.node.name.encode()))

@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 import tvm
 from tvm import relax as rx
+from tvm import tirx
 from tvm.ir import assert_structural_equal
 from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
 
-from tvm_flashinfer.relax import DispatchKVCacheCreation, FallbackWarning, StrictModeError
+from tvm_flashinfer.relax import (
+    CompileReport,
+    DispatchAttention,
+    DispatchKVCacheCreation,
+    FallbackWarning,
+    StrictModeError,
+)
 from tvm_flashinfer.relax._compat import HAS_LAYER_WINDOW
 
 OURS = "create_flashinfer_paged_kv_cache"
@@ -95,6 +102,28 @@ def test_cuda_is_self_contained_by_default(generic_module, cuda, fake_kernels) -
         "batch_prefill_paged_f16_d128_sm90a",
         "batch_prefill_ragged_f16_d128_sm90a",
     ]
+
+
+def test_cache_and_attention_share_one_object(module_builder, cuda, fake_kernels) -> None:
+    """Two objects would both define the functions that they have in common."""
+    builder = rx.BlockBuilder()
+    module_builder[0](builder)
+    x = rx.Var("x", rx.TensorType([tirx.Var("n", "int64"), 9, 4, 64], "float16"))
+    with builder.function("encode", [x]):
+        with builder.dataflow():
+            output = builder.emit_output(rx.op.nn.attention(x, x, x))
+        builder.emit_func_output(output)
+    passes = [DispatchAttention(cuda), DispatchKVCacheCreation(cuda)]
+    for order in (passes, passes[::-1]):
+        fake_kernels.clear()
+        after = tvm.transform.Sequential(order)(builder.get())
+        rx.analysis.well_formed(after)
+        assert len(after.attrs["external_mods"]) == 1
+        attention = "batch_attention_f16_d{}_sm90a".format
+        names = {spec.name for spec in fake_kernels[-1]}
+        assert {"common_sm90a", attention(64), attention(128)} <= names
+        rows = CompileReport.from_json(after["flashinfer_report"].body.body.value).rows
+        assert {row.site for row in rows} == {OURS, "encode"}
 
 
 def test_small_groups_need_the_decode_kernel(generic_module, cuda, fake_kernels) -> None:

@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from tvm_flashinfer.relax.config import KVCacheCallError, PagedKVCacheConfig, parse_generic_call
+from tvm_flashinfer.relax.dispatch_attention import DispatchAttention
 from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
 from tvm_flashinfer.relax.kv_cache import FlashInferPagedKVCache
 from tvm_flashinfer.relax.report import CompileReport, ReportRow, last_report, read_report
@@ -24,6 +25,7 @@ from tvm_flashinfer.relax.support import UnsupportedConfigError, unsupported_rea
 
 __all__ = [
     "CompileReport",
+    "DispatchAttention",
     "DispatchKVCacheCreation",
     "FallbackWarning",
     "FlashInferPagedKVCache",

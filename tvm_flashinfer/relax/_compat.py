@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import tvm
 from tvm import relax as rx
@@ -13,6 +14,9 @@ if hasattr(tvm.ir, "StringImm"):
 else:
     StringImm = rx.StringImm
 
+#: Proves facts of sizes.
+Analyzer = (tvm.sym if hasattr(tvm, "sym") else tvm.arith).Analyzer
+
 #: Whether the cache takes the window of ``mha_sliding`` layers; TVM 0.26 fixes it at 1024. The TIR
 #: cache is asked, because the hook puts our class in the place of the other one.
 HAS_LAYER_WINDOW = (
@@ -22,3 +26,8 @@ HAS_LAYER_WINDOW = (
 
 #: The window of ``mha_sliding`` layers when a model names none.
 DEFAULT_LAYER_WINDOW = 1024
+
+
+def undefined_vars(size: Any) -> list[Any]:
+    """Return the symbols in a size."""
+    return [] if isinstance(size, int) else list(tvm.tirx.analysis.undefined_vars(size))

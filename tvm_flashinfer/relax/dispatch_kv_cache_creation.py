@@ -22,14 +22,14 @@ from tvm_flashinfer.relax.config import (
 )
 from tvm_flashinfer.relax.kv_cache import creation_call
 from tvm_flashinfer.relax.report import CompileReport, ReportRow, attach_report
-from tvm_flashinfer.relax.ship import external_modules, resolve_ship
+from tvm_flashinfer.relax.ship import link_kernels, resolve_ship
 from tvm_flashinfer.relax.strict import (
     FallbackWarning,
     StrictModeError,
     strict_mode,
     strict_violations,
 )
-from tvm_flashinfer.relax.support import unsupported_reasons
+from tvm_flashinfer.relax.support import kernel_specs, unsupported_reasons
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ class DispatchKVCacheCreation:
             )
         self._check_strict(rows)
         served = [site for site, why_not in zip(sites, reasons, strict=True) if not why_not]
-        modules = external_modules([site.config for site in served], target, ship)
+        specs = [spec for site in served for spec in kernel_specs(site.config, target)]
 
         new_mod = _without(mod, sites)
         builder = rx.BlockBuilder(new_mod)
@@ -129,9 +129,7 @@ class DispatchKVCacheCreation:
             if site not in served or _tvm_serves(site.config, target):
                 _add_creation(builder, site, "tir", target, _tir_creation_call)
         new_mod = _with_distinct_symbols(builder.get(), mod)
-        if modules:
-            attached = list((mod.attrs or {}).get("external_mods", []))
-            new_mod = new_mod.with_attr("external_mods", attached + modules)
+        new_mod = link_kernels(new_mod, specs, target, ship)
         self.report = CompileReport(target.kind.name, ship, rows)
         _warn_of_fallbacks(sites, reasons)
         return attach_report(new_mod, self.report)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import asdict
 
 import tvm
 from tvm.target import Target
 
+from tvm_flashinfer.kernels.spec import KernelSpec
 from tvm_flashinfer.relax.config import PagedKVCacheConfig
 from tvm_flashinfer.relax.support import kernel_specs
 
 SELF_CONTAINED = "self-contained"
 SHARED = "shared"
+
+#: Attribute of a module: the kernels that `link_kernels` attached, and where.
+_LINKED = "tvm_flashinfer.linked_kernels"
 
 
 def resolve_ship(ship: str | None, target: Target) -> str:
@@ -62,10 +68,47 @@ def external_modules(
         One, or none when the model is shipped shared or has no cache.
     """
     specs = [spec for config in configs for spec in kernel_specs(config, target)]
+    return [] if ship == SHARED or not specs else [_model_module(specs)]
+
+
+def link_kernels(
+    mod: tvm.IRModule, specs: Iterable[KernelSpec], target: Target, ship: str
+) -> tvm.IRModule:
+    """Return a module that has kernels attached, to be linked into the model's library.
+
+    What an earlier call attached becomes part of one new object file, since two would both define
+    the functions that they have in common.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    specs : iterable of KernelSpec
+        Supported ones; none on targets other than CUDA.
+    target : tvm.target.Target
+    ship : str
+        What `resolve_ship` returns.
+    """
+    specs = list(specs)
     if ship == SHARED or not specs:
-        return []
+        return mod
+    attrs = mod.attrs or {}
+    modules = list(attrs.get("external_mods", []))
+    if _LINKED in attrs:
+        earlier = json.loads(attrs[_LINKED])
+        specs = [KernelSpec(**fields) for fields in earlier["specs"]] + specs
+        modules[earlier["index"]] = _model_module(specs)
+        index = earlier["index"]
+    else:
+        index = len(modules)
+        modules.append(_model_module(specs))
+    linked = {"specs": [asdict(spec) for spec in dict.fromkeys(specs)], "index": index}
+    return mod.with_attr("external_mods", modules).with_attr(_LINKED, json.dumps(linked))
+
+
+def _model_module(specs: Iterable[KernelSpec]) -> tvm.runtime.Module:
+    """Return one object file with the kernels of a model, built if it must be."""
     # Late, because it looks for compilers, which a model that is shipped shared does without.
     from tvm_flashinfer.kernels import build_model_object
 
     path = build_model_object(list(dict.fromkeys(specs)))
-    return [tvm.runtime.load_static_library(str(path), func_names=[])]
+    return tvm.runtime.load_static_library(str(path), func_names=[])

@@ -1,0 +1,116 @@
+"""The calls of compiled graphs: `attention_dense`, `attention_dense_masked`, `attention_ragged`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from batches import DTYPES, indptr_of, normal
+from cache_calls import needs_cache_kernel
+from cache_oracle import Extras, assert_request, pack_bits
+from device_tensors import poisoned, synchronize, to_device
+from refusals import refused
+
+HEADS = (4, 2)
+SCALE = 0.15
+
+
+def _inputs(rng: Any, shape: tuple[int, ...], dtype: str = "float16") -> list[np.ndarray]:
+    """q, k and v of requests of equal length: (requests, rows, keys, head_dim)."""
+    batch, n, m, d = shape
+    return [
+        normal(rng, (batch, n, HEADS[0], d), dtype),
+        normal(rng, (batch, m, HEADS[1], d), dtype),
+        normal(rng, (batch, m, HEADS[1], d), dtype),
+    ]
+
+
+def _check(device: Any, o: Any, arrays: list[Any], extras: list[Extras]) -> None:
+    synchronize(device)
+    o.assert_guards_intact("o")
+    for b, (got, q, k, v) in enumerate(zip(o.numpy(), *arrays, strict=True)):
+        assert_request(got, None, q, k, v, extras[b], SCALE, f"request {b}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "extras",
+    [Extras(), Extras(causal=True), Extras(causal=True, window_left=6), Extras(soft_cap=3.0)],
+    ids=["plain", "causal", "window", "cap"],
+)
+def test_dense(ops, device, rng, dtype, extras):
+    """Every number is an argument."""
+    needs_cache_kernel(device, dtype, 64)
+    arrays = _inputs(rng, (3, 7, 21, 64), dtype)
+    tensors = [to_device(x, device).tensor for x in arrays]
+    o = poisoned(arrays[0].shape, dtype, device)
+    numbers = int(extras.causal), extras.window_left, extras.soft_cap, SCALE
+    ops.attention_dense(*tensors, *numbers, o.tensor)
+    _check(device, o, arrays, [extras] * 3)
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 21, 64), (2, 1, 9, 64), (1, 40, 70, 128)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked(ops, device, rng, shape, causal):
+    """A mask for each request; some rows see no key."""
+    arrays = _inputs(rng, shape)
+    batch, n, m, _ = shape
+    masks = rng.random((batch, n, m)) < 0.5
+    masks[:, -1] = False
+    indptr, packed = pack_bits(masks)
+    tensors = [to_device(x, device).tensor for x in (*arrays, indptr, packed)]
+    o = poisoned(arrays[0].shape, "float16", device)
+    ops.attention_dense_masked(*tensors, int(causal), -1, 0.0, SCALE, o.tensor)
+    _check(device, o, arrays, [Extras(causal=causal, mask=mask) for mask in masks])
+
+
+@pytest.mark.parametrize("leading", [False, True])
+def test_ragged(ops, device, rng, leading):
+    """Rows of all requests, with or without a first dimension of 1."""
+    rows, keys = [5, 0, 1, 30], [9, 4, 17, 30]
+    q = normal(rng, (sum(rows), HEADS[0], 64), "float16")
+    k, v = (normal(rng, (sum(keys), HEADS[1], 64), "float16") for _ in range(2))
+    arrays = [x[None] if leading else x for x in (q, k, v)]
+    indptrs = indptr_of(rows), indptr_of(keys)
+    tensors = [to_device(x, device).tensor for x in (*arrays, *indptrs)]
+    o = poisoned(arrays[0].shape, "float16", device)
+    ops.attention_ragged(*tensors, 1, -1, 0.0, SCALE, o.tensor)
+    synchronize(device)
+    o.assert_guards_intact("o")
+    got = o.numpy().reshape(q.shape)
+    for b in range(4):
+        at = slice(*indptrs[0][b : b + 2])
+        over = slice(*indptrs[1][b : b + 2])
+        extras = Extras(causal=True)
+        assert_request(got[at], None, q[at], k[over], v[over], extras, SCALE, f"request {b}")
+
+
+def test_refusals(ops, device, rng):
+    """Numbers and shapes that do not fit are refused by name."""
+    arrays = _inputs(rng, (2, 4, 6, 64))
+    tensors = [to_device(x, device).tensor for x in arrays]
+    o = poisoned(arrays[0].shape, "float16", device)
+    for numbers, says in (
+        ((2, -1, 0.0, SCALE), "`causal`"),
+        ((0, -2, 0.0, SCALE), "`window_left`"),
+        ((0, -1, -1.0, SCALE), "`logits_soft_cap`"),
+        ((0, -1, float("nan"), SCALE), "`logits_soft_cap`"),
+        ((0, -1, 0.0, float("inf")), "`sm_scale`"),
+    ):
+        with refused(ValueError, "attention_dense", says):
+            ops.attention_dense(*tensors, *numbers, o.tensor)
+    with refused(ValueError, "attention_ragged", "first dimension of 1"):
+        index = to_device(np.array([0, 4, 8], np.int32), device).tensor
+        ops.attention_ragged(*tensors, index, index, 0, -1, 0.0, SCALE, o.tensor)
+
+
+def test_mask_of_wrong_size(ops, device, rng, monkeypatch):
+    """A request's bytes are counted where contents are checked."""
+    monkeypatch.setenv("TVM_FLASHINFER_CHECK", "1")
+    arrays = _inputs(rng, (2, 4, 6, 64))
+    indptr, packed = np.array([0, 2, 6], np.int32), np.zeros(6, np.uint8)
+    tensors = [to_device(x, device).tensor for x in (*arrays, indptr, packed)]
+    o = poisoned(arrays[0].shape, "float16", device)
+    with refused(ValueError, "attention_dense_masked", "2 bytes", "take 3"):
+        ops.attention_dense_masked(*tensors, 0, -1, 0.0, SCALE, o.tensor)
