@@ -10,11 +10,12 @@ import sys
 
 from tvm_flashinfer import _native
 from tvm_flashinfer.contract import UnsupportedTVMError, check_contract
+from tvm_flashinfer.counts import call_counts, reset_call_counts
 from tvm_flashinfer.hooks import disable, enable, turned_off
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "disable", "enable"]
+__all__ = ["__version__", "call_counts", "disable", "enable", "reset_call_counts"]
 
 
 def _register() -> None:

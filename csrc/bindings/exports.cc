@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "../ops/call_counts.h"
 #include "../ops/ops.h"
 #include "function_list.h"
 

@@ -3,45 +3,47 @@
 #ifndef TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_
 #define TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_
 
-#define TVM_FLASHINFER_FUNCTIONS(X)                            \
-  X(batch_prefill_plan, BatchPrefillPlan)                      \
-  X(batch_prefill_paged_run, BatchPrefillPagedRun)             \
-  X(batch_prefill_ragged_run, BatchPrefillRaggedRun)           \
-  X(batch_decode_plan, BatchDecodePlan)                        \
-  X(batch_decode_run, BatchDecodeRun)                          \
-  X(batch_mla_plan, BatchMLAPlan)                              \
-  X(batch_mla_run, BatchMLARun)                                \
-  X(attention_dense, AttentionDense)                           \
-  X(attention_dense_masked, AttentionDenseMasked)              \
-  X(attention_ragged, AttentionRagged)                         \
-  X(bind_attention, BindAttention)                             \
-  X(bind_attention_prefill_paged, BindAttentionPrefillPaged)   \
-  X(bind_attention_decode_paged, BindAttentionDecodePaged)     \
-  X(bind_attention_prefill_ragged, BindAttentionPrefillRagged) \
-  X(bind_attention_tree_paged, BindAttentionTreePaged)         \
-  X(bind_attention_tree_ragged, BindAttentionTreeRagged)       \
-  X(bind_attention_mask_paged, BindAttentionMaskPaged)         \
-  X(bind_attention_mask_ragged, BindAttentionMaskRagged)       \
-  X(bind_attention_dense, BindAttentionDense)                  \
-  X(single_prefill, SinglePrefill)                             \
-  X(single_decode, SingleDecode)                               \
-  X(bind_attention_mla, BindAttentionMLA)                      \
-  X(cache_slot, MakeCacheSlot)                                 \
-  X(cache_slot_with_slopes, MakeCacheSlotWithSlopes)           \
-  X(merge_state, MergeState)                                   \
-  X(merge_state_in_place, MergeStateInPlace)                   \
-  X(apply_attention_sinks, ApplyAttentionSinks)                \
-  X(split_qkv_rotary, SplitQKVRotary)                          \
-  X(bind_split_qkv_rotary, BindSplitQKVRotary)                 \
-  X(append_paged_kv_cache, AppendPagedKVCache)                 \
-  X(bind_append_paged_kv_cache, BindAppendPagedKVCache)        \
-  X(copy_single_page, CopySinglePage)                          \
-  X(compact_kv_copy, CompactKVCopy)                            \
-  X(debug_get_kv, DebugGetKV)                                  \
-  X(append_paged_mla_kv_cache, AppendPagedMLAKVCache)          \
-  X(bind_append_paged_mla_kv_cache, BindAppendPagedMLAKVCache) \
-  X(copy_single_page_mla, CopySinglePageMLA)                   \
-  X(debug_get_kv_mla, DebugGetKVMLA)                           \
-  X(sampling.parallel_sampling_from_prob, ParallelSamplingFromProb)
+#define TVM_FLASHINFER_FUNCTIONS(X)                                 \
+  X(batch_prefill_plan, BatchPrefillPlan)                           \
+  X(batch_prefill_paged_run, BatchPrefillPagedRun)                  \
+  X(batch_prefill_ragged_run, BatchPrefillRaggedRun)                \
+  X(batch_decode_plan, BatchDecodePlan)                             \
+  X(batch_decode_run, BatchDecodeRun)                               \
+  X(batch_mla_plan, BatchMLAPlan)                                   \
+  X(batch_mla_run, BatchMLARun)                                     \
+  X(attention_dense, AttentionDense)                                \
+  X(attention_dense_masked, AttentionDenseMasked)                   \
+  X(attention_ragged, AttentionRagged)                              \
+  X(bind_attention, BindAttention)                                  \
+  X(bind_attention_prefill_paged, BindAttentionPrefillPaged)        \
+  X(bind_attention_decode_paged, BindAttentionDecodePaged)          \
+  X(bind_attention_prefill_ragged, BindAttentionPrefillRagged)      \
+  X(bind_attention_tree_paged, BindAttentionTreePaged)              \
+  X(bind_attention_tree_ragged, BindAttentionTreeRagged)            \
+  X(bind_attention_mask_paged, BindAttentionMaskPaged)              \
+  X(bind_attention_mask_ragged, BindAttentionMaskRagged)            \
+  X(bind_attention_dense, BindAttentionDense)                       \
+  X(single_prefill, SinglePrefill)                                  \
+  X(single_decode, SingleDecode)                                    \
+  X(bind_attention_mla, BindAttentionMLA)                           \
+  X(cache_slot, MakeCacheSlot)                                      \
+  X(cache_slot_with_slopes, MakeCacheSlotWithSlopes)                \
+  X(merge_state, MergeState)                                        \
+  X(merge_state_in_place, MergeStateInPlace)                        \
+  X(apply_attention_sinks, ApplyAttentionSinks)                     \
+  X(split_qkv_rotary, SplitQKVRotary)                               \
+  X(bind_split_qkv_rotary, BindSplitQKVRotary)                      \
+  X(append_paged_kv_cache, AppendPagedKVCache)                      \
+  X(bind_append_paged_kv_cache, BindAppendPagedKVCache)             \
+  X(copy_single_page, CopySinglePage)                               \
+  X(compact_kv_copy, CompactKVCopy)                                 \
+  X(debug_get_kv, DebugGetKV)                                       \
+  X(append_paged_mla_kv_cache, AppendPagedMLAKVCache)               \
+  X(bind_append_paged_mla_kv_cache, BindAppendPagedMLAKVCache)      \
+  X(copy_single_page_mla, CopySinglePageMLA)                        \
+  X(debug_get_kv_mla, DebugGetKVMLA)                                \
+  X(sampling.parallel_sampling_from_prob, ParallelSamplingFromProb) \
+  X(call_counts, CallCounts)                                        \
+  X(reset_call_counts, ResetCallCounts)
 
 #endif  // TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_

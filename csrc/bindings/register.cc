@@ -9,6 +9,7 @@
 
 #include "../kernels/cpu/kernels.h"
 #include "../kernels/cuda/kernel_table.h"
+#include "../ops/call_counts.h"
 #include "../ops/checks.h"
 #include "../ops/ops.h"
 #include "function_list.h"

@@ -3,9 +3,11 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <sstream>
 
 #include "../kernels/cpu/kernels.h"
+#include "call_counts.h"
 
 namespace tvm_flashinfer {
 namespace ops {
@@ -104,7 +106,14 @@ DLDevice Checker::Device(const char* name, const TensorView& tensor) const {
     FailValue(Text("`", name, "` is on ", DeviceText(device), "; the kernels run on cpu and cuda"));
   }
   if (IsCPU(device)) CPUSettings();
+  counted_ = IsCPU(device) ? Counted::kCPU : Counted::kCUDA;
   return device;
+}
+
+Checker::~Checker() {
+  // An error that is on its way was thrown by this call.
+  if (counted_ == Counted::kNo || std::uncaught_exceptions() != 0) return;
+  CountCall(op_, counted_ == Counted::kCUDA);
 }
 
 void Checker::CPUSettings() const {

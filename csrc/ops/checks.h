@@ -35,15 +35,23 @@ std::string ShapeText(const TensorView& tensor);
 std::string DTypeText(DLDataType dtype);
 std::string DeviceText(DLDevice device);
 
-/*! \brief Checks the arguments of one call of the op `flashinfer.<op>`. */
+/*!
+ * \brief One call of the op `flashinfer.<op>`: checks its arguments, and counts it for
+ * `flashinfer.call_counts` when it ends without an error.
+ */
 class Checker {
  public:
+  /*! \param op A literal. */
   explicit Checker(const char* op) : op_(op) {}
+  ~Checker();
+  Checker(const Checker&) = delete;
+  Checker& operator=(const Checker&) = delete;
 
   /*! \brief The settings of the CPU kernels in the environment can be followed. */
   void CPUSettings() const;
 
-  /*! \brief The device of the call: that of `tensor`, which must be CPU or CUDA. */
+  /*! \brief The device of the call: that of `tensor`, which must be CPU or CUDA. Calls that ask
+   * for none, such as those that bind options, are not counted. */
   DLDevice Device(const char* name, const TensorView& tensor) const;
   void OnDevice(const char* name, const TensorView& tensor, DLDevice device) const;
   /*! \brief The tensor lies in memory that the host reads: CPU, or pinned by CUDA. */
@@ -107,7 +115,9 @@ class Checker {
   [[noreturn]] void FailRuntime(const std::string& message) const;
 
  private:
+  enum class Counted { kNo, kCPU, kCUDA };
   const char* op_;
+  mutable Counted counted_ = Counted::kNo;
 };
 
 constexpr DLDataType kInt32{kDLInt, 32, 1};

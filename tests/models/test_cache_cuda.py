@@ -16,6 +16,7 @@ from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache, RopeMode
 from tvm_ffi import Shape
 
 from examples.llama.compile import default_target
+from tvm_flashinfer import call_counts, reset_call_counts
 from tvm_flashinfer.relax import FlashInferPagedKVCache
 
 pytestmark = pytest.mark.cuda
@@ -158,7 +159,12 @@ def compare(
     qkv = rng.standard_normal((rows, HEADS + 2 * KV_HEADS, head_dim)).astype(np.float16)
     got = Steps(modules["cuda"], cuda, "float16", qkv, **sizes)
     expected = Steps(modules["cpu"], tvm.cpu(), "float32", qkv, **sizes)
+    reset_call_counts(modules["cuda"])
     serve(got)
+    # The library is self-contained, and has a counter of its own.
+    calls = call_counts(modules["cuda"])["cuda"]
+    steps = LAYERS * len(got.outputs)
+    assert calls["append_paged_kv_cache"] == calls["split_qkv_rotary"] == steps
     serve(expected)
     for a, b in zip(got.outputs, expected.outputs, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=6e-3)

@@ -24,7 +24,8 @@ from tvm_ffi import Shape
 assert tvm_ffi.get_global_func("flashinfer.merge_state", allow_missing=True) is None
 library, weights, tokens, out = sys.argv[1:]
 device = tvm.cuda(0)
-vm = tvm.runtime.vm.VirtualMachine(tvm.runtime.load_module(library), device)
+module = tvm.runtime.load_module(library)
+vm = tvm.runtime.vm.VirtualMachine(module, device)
 loaded = np.load(weights)
 params = [tvm.runtime.tensor(loaded[name], device) for name in loaded.files]
 ids = np.load(tokens).astype("int32")
@@ -38,6 +39,8 @@ prefill = vm["prefill"](on(ids[None]), on(np.arange(len(ids))), cache, params).n
 state("end_forward")(cache)
 state("begin_forward")(cache, Shape([0]), Shape([1]))
 decode = vm["decode"](on([[7]]), cache, params).numpy()[0]
+calls = module.get_function("flashinfer.call_counts", query_imports=True)()["cuda"]
+assert calls["batch_prefill_ragged_run"] == calls["batch_decode_run"] > 0, calls
 np.savez(out, prefill=prefill, decode=decode)
 """
 
