@@ -44,6 +44,9 @@ def enable() -> None:
     from tvm import _RUNTIME_ONLY
 
     if _RUNTIME_ONLY:
+        from tvm_flashinfer.runtime_only import load_parts
+
+        load_parts()
         return
     module = sys.modules.get(_KV_CACHE)
     if module is not None:

@@ -62,11 +62,10 @@ def exported(head_dim: int, target: Any) -> Any:
 def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the build of kernels an error."""
 
-    def build(configs: list[Any], *_: Any) -> list[Any]:
-        assert not configs, "kernels of a cache that is refused were asked for"
-        return []
+    def build(*_: Any) -> None:
+        pytest.fail("kernels of a cache that is refused were asked for")
 
-    monkeypatch.setattr(dispatch_kv_cache_creation, "external_modules", build)
+    monkeypatch.setattr(dispatch_kv_cache_creation, "link_kernels", build)
 
 
 @pytest.mark.usefixtures("tvm_027", "nothing_is_built")
@@ -87,7 +86,7 @@ def test_a_head_dim_of_100_is_refused_on_cuda() -> None:
 @pytest.mark.usefixtures("tvm_027")
 def test_a_head_dim_of_96_is_served_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels without a plan, and the report says why."""
-    monkeypatch.setattr(dispatch_kv_cache_creation, "external_modules", lambda *_: [])
+    monkeypatch.setattr(dispatch_kv_cache_creation, "link_kernels", lambda mod, *_: mod)
     target = default_target("cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)

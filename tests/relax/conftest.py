@@ -144,7 +144,7 @@ def generic_module() -> Callable[..., tvm.IRModule]:
     return make_generic_module
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def module_builder() -> tuple[Callable[..., None], Callable[..., None]]:
     """`add_generic_creation` and `add_other_functions`."""
     return add_generic_creation, add_other_functions
@@ -164,7 +164,7 @@ def cuda() -> tvm.target.Target:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def llvm() -> tvm.target.Target:
     """The machine that runs the tests."""
     return tvm.target.Target("llvm")
@@ -181,3 +181,19 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's name."""
     return np.random.default_rng(list(request.node.name.encode()))
+
+
+@pytest.fixture(scope="session")
+def library(module_builder, llvm, tmp_path_factory) -> Path:
+    """A model that is shipped shared: its functions are looked up when it is loaded."""
+    builder = rx.BlockBuilder()
+    module_builder[0](
+        builder, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        qk_head_dim=16, v_head_dim=16, rotary_dim=16, dtype="float32",
+    )  # fmt: skip
+    from tvm_flashinfer.relax import DispatchKVCacheCreation
+
+    mod = DispatchKVCacheCreation(llvm)(builder.get())
+    path = tmp_path_factory.mktemp("load") / "model.so"
+    tvm.compile(mod, llvm).export_library(str(path))
+    return path

@@ -173,7 +173,9 @@ def test_cuda(cuda) -> None:
 
 def test_second_run_changes_nothing() -> None:
     once = dispatched(attention(SAME, causal_mask="TopLeft"))
-    assert_structural_equal(dispatched(once), once)
+    # TVM compares no modules, such as that which the library needs.
+    both = (mod.without_attr("external_mods") for mod in (dispatched(once), once))
+    assert_structural_equal(*both)
 
 
 def test_second_run_over_a_kept_site() -> None:

@@ -186,7 +186,10 @@ def test_function_of_that_name_without_the_call_stays(llvm) -> None:
 
 def test_second_run_changes_nothing(generic_module, llvm) -> None:
     once = DispatchKVCacheCreation(llvm)(generic_module())
-    assert_structural_equal(DispatchKVCacheCreation(llvm)(once), once)
+    twice = DispatchKVCacheCreation(llvm)(once)
+    assert list(twice.attrs["external_mods"]) == list(once.attrs["external_mods"])
+    # TVM compares no modules.
+    assert_structural_equal(*(mod.without_attr("external_mods") for mod in (twice, once)))
 
 
 def test_two_creation_functions(module_builder, llvm) -> None:

@@ -177,9 +177,10 @@ def test_caches_share_one_object(module_builder, cuda, fake_kernels, monkeypatch
     assert all(spec.archs == ("80", "90a") for spec in specs)
 
 
-def test_shared_attaches_nothing(generic_module, cuda, fake_kernels) -> None:
+def test_shared_attaches_what_the_library_needs(generic_module, cuda, fake_kernels) -> None:
     after = DispatchKVCacheCreation(cuda, ship="shared")(generic_module())
-    assert "external_mods" not in after.attrs
+    (module,) = after.attrs["external_mods"]
+    assert module.kind == "pip install 'tvm-flashinfer>=0.1.0'"
     assert fake_kernels == []
 
 

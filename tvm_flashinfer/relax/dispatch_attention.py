@@ -84,7 +84,8 @@ class DispatchAttention:
         self.report = CompileReport(target.kind.name, ship, rows)
         _warn_of_fallbacks(violations)
         specs = [spec for found in served.values() for site in found for spec in site.specs(target)]
-        mod = link_kernels(_rewritten(mod, served), specs, target, ship)
+        if any(served.values()):
+            mod = link_kernels(_rewritten(mod, served), specs, target, ship)
         return attach_report(mod, self.report)
 
     def _target(self) -> Target:

@@ -129,7 +129,8 @@ class DispatchKVCacheCreation:
             if site not in served or _tvm_serves(site.config, target):
                 _add_creation(builder, site, "tir", target, _tir_creation_call)
         new_mod = _with_distinct_symbols(builder.get(), mod)
-        new_mod = link_kernels(new_mod, specs, target, ship)
+        if served:
+            new_mod = link_kernels(new_mod, specs, target, ship)
         self.report = CompileReport(target.kind.name, ship, rows)
         _warn_of_fallbacks(sites, reasons)
         return attach_report(new_mod, self.report)

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 import tvm
+import tvm_ffi
 from tvm.target import Target
 
+from tvm_flashinfer import _native
 from tvm_flashinfer.kernels.spec import KernelSpec
 from tvm_flashinfer.relax.config import PagedKVCacheConfig
 from tvm_flashinfer.relax.support import kernel_specs
@@ -50,9 +52,10 @@ def resolve_ship(ship: str | None, target: Target) -> str:
 def external_modules(
     configs: Iterable[PagedKVCacheConfig], target: Target, ship: str
 ) -> list[tvm.runtime.Module]:
-    """Return the modules to link into a model so that it has the kernels of its caches.
+    """Return the modules to link into a model so that it has the kernels of its caches, or asks.
 
     All caches share one object file: two would both define the functions that they have in common.
+    A model that is shipped shared gets `requirement` instead.
 
     Parameters
     ----------
@@ -65,10 +68,14 @@ def external_modules(
     Returns
     -------
     modules : list of tvm.runtime.Module
-        One, or none when the model is shipped shared or has no cache.
+        One, or none when the model has no cache.
     """
-    specs = [spec for config in configs for spec in kernel_specs(config, target)]
-    return [] if ship == SHARED or not specs else [_model_module(specs)]
+    configs = list(configs)
+    if not configs:
+        return []
+    if ship == SHARED:
+        return [requirement()]
+    return [_model_module([spec for config in configs for spec in kernel_specs(config, target)])]
 
 
 def link_kernels(
@@ -77,7 +84,7 @@ def link_kernels(
     """Return a module that has kernels attached, to be linked into the model's library.
 
     What an earlier call attached becomes part of one new object file, since two would both define
-    the functions that they have in common.
+    the functions that they have in common. A model that is shipped shared gets `requirement`.
 
     Parameters
     ----------
@@ -89,10 +96,12 @@ def link_kernels(
         What `resolve_ship` returns.
     """
     specs = list(specs)
-    if ship == SHARED or not specs:
-        return mod
     attrs = mod.attrs or {}
     modules = list(attrs.get("external_mods", []))
+    if ship == SHARED:
+        needed = requirement()
+        asked = any(module.kind == needed.kind for module in modules)
+        return mod if asked else mod.with_attr("external_mods", [*modules, needed])
     if _LINKED in attrs:
         earlier = json.loads(attrs[_LINKED])
         specs = [KernelSpec(**fields) for fields in earlier["specs"]] + specs
@@ -112,3 +121,14 @@ def _model_module(specs: Iterable[KernelSpec]) -> tvm.runtime.Module:
 
     path = build_model_object(list(dict.fromkeys(specs)))
     return tvm.runtime.load_static_library(str(path), func_names=[])
+
+
+def requirement() -> tvm.runtime.Module:
+    """Return the module that keeps a library from loading where this package is missing.
+
+    TVM makes the modules of a library again when it loads it. A process without this package, or
+    with one that is too old, does not know this kind, and TVM's error names it: the kind is the
+    command that installs what is missing.
+    """
+    _native.load()
+    return tvm_ffi.get_global_func("flashinfer.requirement")()
