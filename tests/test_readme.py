@@ -129,16 +129,30 @@ def _commands() -> list[str]:
 
 
 def test_readme_names_commands() -> None:
-    assert {"doctor", "build"} <= {shlex.split(command)[1] for command in _commands()}
+    assert {"doctor", "support", "report", "build"} <= {
+        shlex.split(command)[1] for command in _commands()
+    }
+
+
+#: What commands of the documents read: the files of a small model.
+CONFIG = {
+    "model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "torch_dtype": "float16",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["tvm-flashinfer --help", *_commands()])
-def test_commands_of_the_documents_run(command: str) -> None:
+def test_commands_of_the_documents_run(command: str, tmp_path: Path) -> None:
     """Through ``python -m``, so that the checkout is what runs. A build is only listed."""
+    from tvm_flashinfer.report import CompileReport
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    report = CompileReport("cuda", "self-contained").to_json()
+    (tmp_path / "model.so").write_bytes(b"\x7fELF" + report.encode())
     arguments = shlex.split(command)[1:]
     if arguments[0] == "build":
         arguments.append("--dry-run")
-    assert _run([sys.executable, "-m", "tvm_flashinfer", *arguments])
+    assert _run([sys.executable, "-m", "tvm_flashinfer", *arguments], tmp_path)
 
 
 def test_installed_command_is_the_command_line() -> None:

@@ -1,6 +1,6 @@
 """What a compile ended in, as data: the rows, their JSON, and finding it in a library's file.
 
-Nothing here needs TVM, so a report can be read where only the file is.
+Nothing here needs TVM itself, so a report can be read where only the file is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import tvm_ffi
 
 NATIVE = "native"
 FALLBACK = "fallback"
@@ -127,9 +129,14 @@ class CompileReport:
                 raise TypeError(f"expected text, got {text!r}")
         return cls(data["target"], data["ship"], rows)
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """How many rows are native, and where the kernels are."""
         native = len(self.rows) - len(self.fallbacks)
-        lines = [f"{native} of {len(self.rows)} native ({self.target}, {self.ship})"]
+        return printable(f"{native} of {len(self.rows)} native ({self.target}, {self.ship})")
+
+    def __str__(self) -> str:
+        lines = [self.summary]
         columns = zip(*self._cells(), strict=True)
         widths = [max(len(cell) for cell in column) for column in columns]
         for row, cells in zip(self.rows, self._cells(), strict=True):
@@ -185,6 +192,25 @@ def report_of_file(path: str | Path) -> CompileReport:
     for other in others:
         report = report.extended(other.rows)
     return report
+
+
+def requirement_of_file(path: str | Path) -> str | None:
+    """Return the command that installs what a library needs, or None when it needs nothing.
+
+    Parameters
+    ----------
+    path : str or Path
+        What `report_of_file` takes.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        found = re.search(rb"pip install 'tvm-flashinfer>=[0-9.]{1,32}'", content)
+        return found[0].decode() if found else None
+
+
+def is_satisfied(requirement: str) -> bool:
+    """Return whether this process can load libraries that need what a command installs."""
+    name = f"ffi.Module.load_from_bytes.{requirement}"
+    return tvm_ffi.get_global_func(name, allow_missing=True) is not None
 
 
 def _reports(content: mmap.mmap) -> Iterator[CompileReport]:

@@ -67,7 +67,13 @@ def test_dry_run(sandbox, cache_dir):
 def test_cache(sandbox, cache_dir):
     assert invoke("cache", "dir").stdout.strip() == str(cache_dir)
     assert "0 files" in invoke("cache", "list").stdout
+    assert json.loads(invoke("cache", "list", "--json").stdout) == []
     invoke("build", "--preset", "common", "--arch", "80")
+    objects = [e for e in json.loads(invoke("cache", "list", "--json").stdout) if ".o" in e["path"]]
+    assert [entry["name"] for entry in objects] == ["common_sm80"]
+    assert objects[0]["size"] > 0
+    assert "compiled kernels in" in invoke("doctor").stdout
+    assert json.loads(invoke("doctor", "--json").stdout)["cache"]["kernels"] == ["common_sm80"]
     listing = invoke("cache", "list").stdout
     assert "common_sm80" in listing
     assert "2 files" in listing
@@ -101,6 +107,16 @@ def test_doctor_where_everything_is_broken(monkeypatch, tmp_path):
     assert "is not a folder" in result.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["build"], ["cache"], ["cache", "prune"], ["doctor"]])
+@pytest.mark.parametrize("command", ["doctor", "support", "report", "build"])
+def test_help_of_a_command(command):
+    """It tells what every exit status means."""
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    text = result.stdout
+    assert "\n  Exit status:\n    0  " in text
+    assert "\n    2  the command was used wrongly" in text
+
+
+@pytest.mark.parametrize("command", [[], ["cache"], ["cache", "list"], ["cache", "prune"]])
 def test_help(command):
     assert invoke(*command, "--help").exit_code == 0

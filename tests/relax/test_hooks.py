@@ -23,6 +23,8 @@ from tvm_flashinfer.relax import (
     FlashInferPagedKVCache,
     UnsupportedConfigError,
     last_report,
+    set_strict_mode,
+    strict,
 )
 from tvm_flashinfer.relax.hooked_kv_cache import HookedPagedKVCache, StrictFallback
 from tvm_flashinfer.relax.report import CompileReport
@@ -231,12 +233,28 @@ def test_failed_build_is_a_fallback_too(cuda, monkeypatch) -> None:
     assert row.reasons == ("RuntimeError: nvcc is missing",)
 
 
-def test_strict_mode_is_not_swallowed(llvm, monkeypatch) -> None:
-    monkeypatch.setenv("TVM_FLASHINFER_STRICT", "1")
+@pytest.mark.parametrize("how", ["environment", "switch"])
+def test_strict_mode_is_not_swallowed(how, llvm, monkeypatch) -> None:
+    if how == "environment":
+        monkeypatch.setenv("TVM_FLASHINFER_STRICT", "1")
+    else:
+        monkeypatch.setattr(strict, "_strict", None)
+        set_strict_mode(True)
     hooks.enable()
-    with pytest.raises(StrictFallback, match="enable_disaggregation"):
+    with pytest.raises(StrictFallback, match=r"strict mode is on(?s:.*)enable_disaggregation"):
         create(llvm, enable_disaggregation=True)
     create(llvm)
+
+
+def test_switch_goes_before_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("TVM_FLASHINFER_STRICT", "1")
+    monkeypatch.setattr(strict, "_strict", None)
+    assert strict.strict_mode()
+    set_strict_mode(False)
+    assert not strict.strict_mode()
+    assert strict.strict_mode(True)
+    set_strict_mode(None)
+    assert strict.strict_mode()
 
 
 def test_self_contained_kernels_are_handed_over(cuda, monkeypatch, tmp_path) -> None:

@@ -24,7 +24,7 @@ from tvm_flashinfer.kernels.errors import (
     ToolchainError,
     UnsupportedKernelError,
 )
-from tvm_flashinfer.kernels.headers import Headers, get_headers
+from tvm_flashinfer.kernels.headers import Headers, find_headers, get_headers
 from tvm_flashinfer.kernels.jobs import default_jobs
 from tvm_flashinfer.kernels.paths import csrc_dir
 from tvm_flashinfer.kernels.paths import static_library as packaged_static_library
@@ -83,6 +83,24 @@ def build_objects(
     build = _Build.prepare(specs, jobs, progress)
     with build.cache.in_use():
         return build.objects()
+
+
+def find_objects(specs: Iterable[KernelSpec]) -> dict[KernelSpec, Path]:
+    """Return the object files that there are already; nothing is compiled and nothing fetched.
+
+    Parameters
+    ----------
+    specs : iterable of KernelSpec
+        What to look for.
+
+    Raises
+    ------
+    UnsupportedKernelError, ToolchainError, HeadersError, CacheError
+        As `build_objects`: where nothing can be compiled it is not known what would be used.
+    """
+    if find_headers() is None:
+        return {}
+    return _Build.prepare(specs, None, None).cached()
 
 
 def build_library(
@@ -224,15 +242,19 @@ class _Build:
 
     def objects(self) -> dict[KernelSpec, Path]:
         """Return the object file of every spec, compiling those that the cache has not."""
-        paths = {
-            spec: path
-            for spec in self.specs
-            if (path := self.cache.lookup("objects", spec.name, self.keys[spec], ".o"))
-        }
+        paths = self.cached()
         missing = [spec for spec in self.specs if spec not in paths]
         if missing:
             paths |= self._compile_all(missing)
         return {spec: paths[spec] for spec in self.specs}
+
+    def cached(self) -> dict[KernelSpec, Path]:
+        """Return the object files that the cache has."""
+        return {
+            spec: path
+            for spec in self.specs
+            if (path := self.cache.lookup("objects", spec.name, self.keys[spec], ".o"))
+        }
 
     def _compile_all(self, specs: Sequence[KernelSpec]) -> dict[KernelSpec, Path]:
         jobs = min(self.jobs or default_jobs(), len(specs))

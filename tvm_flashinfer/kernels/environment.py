@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tvm_flashinfer.kernels.cache import KernelCache
 from tvm_flashinfer.kernels.errors import KernelError, UnsupportedKernelError
 from tvm_flashinfer.kernels.headers import FLASHINFER_VERSION, find_headers
+from tvm_flashinfer.kernels.paths import lib_dir
 from tvm_flashinfer.kernels.spec import ARCHS, DEFAULT_ARCHS, arch_for_capability, parse_archs
 from tvm_flashinfer.kernels.toolchain import find_cxx, find_nvcc, missing_tools
 
@@ -34,6 +38,22 @@ def gpus() -> list[dict[str, Any]]:
         return [_gpu(driver, ordinal) for ordinal in range(count.value)]
     except (OSError, AttributeError):
         return []
+
+
+def driver() -> dict[str, str] | None:
+    """Return the version of NVIDIA's driver and of the newest CUDA it runs; None without one."""
+    try:
+        number = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    found = {"cuda": f"{number.value // 1000}.{number.value % 1000 // 10}"}
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if match := re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text):
+            found["version"] = match[1]
+    return found
 
 
 def _gpu(driver: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
@@ -108,7 +128,9 @@ def environment() -> dict[str, Any]:
         "cxx": _guarded(_cxx, problems),
         "flashinfer_version": FLASHINFER_VERSION,
         "flashinfer_headers": _guarded(_flashinfer, problems),
+        "prebuilt_kernels": _guarded(_prebuilt, problems),
         "cache": _guarded(_cache, problems),
+        "driver": driver(),
         "gpus": gpus(),
         "problems": problems + (_guarded(missing_tools, problems) or []),
     }
@@ -166,11 +188,19 @@ def _flashinfer() -> dict[str, str] | None:
     return None if headers is None else {"path": str(headers.root), "origin": headers.origin}
 
 
+def _prebuilt() -> dict[str, Any]:
+    """What came with the package or was put beside it, and is loaded without a compiler."""
+    folder = lib_dir() / "kernels"
+    files = [path.name for path in folder.glob("*") if path.suffix in (".so", ".o", ".a")]
+    return {"path": str(folder), "files": sorted(files)}
+
+
 def _cache() -> dict[str, Any]:
     cache = KernelCache()
     entries = cache.entries()
+    names = {entry.name for entry in entries if entry.path.parent.name == "objects"}
     return {
         "path": str(cache.root),
         "bytes": sum(entry.size for entry in entries),
-        "kernels": [entry.name for entry in entries if entry.path.parent.name == "objects"],
+        "kernels": sorted(names),
     }

@@ -20,7 +20,7 @@ from tvm_flashinfer.relax.dispatch_attention import DispatchAttention
 from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
 from tvm_flashinfer.relax.kv_cache import FlashInferPagedKVCache
 from tvm_flashinfer.relax.report import CompileReport, ReportRow, last_report, read_report
-from tvm_flashinfer.relax.strict import FallbackWarning, StrictModeError
+from tvm_flashinfer.relax.strict import FallbackWarning, StrictModeError, set_strict_mode
 from tvm_flashinfer.relax.support import UnsupportedConfigError, unsupported_reasons
 
 __all__ = [
@@ -37,5 +37,6 @@ __all__ = [
     "last_report",
     "parse_generic_call",
     "read_report",
+    "set_strict_mode",
     "unsupported_reasons",
 ]

@@ -35,7 +35,8 @@ class HookedPagedKVCache(FlashInferPagedKVCache):
     Raises
     ------
     StrictFallback
-        When ``TVM_FLASHINFER_STRICT`` is set and anything the model runs into falls back.
+        When strict mode is on, by ``TVM_FLASHINFER_STRICT`` or `set_strict_mode`, and anything the
+        model runs into falls back.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +65,7 @@ def _finish(report: CompileReport, reasons: list[str]) -> None:
     violations = strict_violations(report.rows)
     if violations and strict_mode():
         lines = "".join(f"\n  - {violation}" for violation in violations)
-        raise StrictFallback(f"TVM_FLASHINFER_STRICT is set and there are fallbacks:{lines}")
+        raise StrictFallback(f"strict mode is on and there are fallbacks:{lines}")
     if reasons:
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         warnings.warn(

@@ -19,10 +19,28 @@ class StrictModeError(UnsupportedConfigError):
     """Strict mode is on and something would have fallen back to TVM's kernels."""
 
 
+#: What `set_strict_mode` was given last.
+_strict: bool | None = None
+
+
+def set_strict_mode(strict: bool | None) -> None:
+    """Make fallbacks errors in this process, or warnings; None: as ``TVM_FLASHINFER_STRICT`` says.
+
+    It reaches compiles that take no argument for it, such as those of MLC LLM. A pass that was
+    given ``strict`` keeps to that.
+    """
+    global _strict
+    _strict = strict
+
+
 def strict_mode(strict: bool | None = None) -> bool:
-    """Return whether fallbacks are errors: as given, or as ``TVM_FLASHINFER_STRICT`` says."""
-    if strict is not None:
-        return strict
+    """Return whether fallbacks are errors.
+
+    As given, else as `set_strict_mode` was told, else as ``TVM_FLASHINFER_STRICT`` says.
+    """
+    for choice in (strict, _strict):
+        if choice is not None:
+            return choice
     return os.environ.get("TVM_FLASHINFER_STRICT", "0") not in ("", "0")
 
 

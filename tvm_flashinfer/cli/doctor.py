@@ -1,0 +1,82 @@
+"""``tvm-flashinfer doctor``: what this machine has and lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tvm_flashinfer.cli.output import console, echo_json, echo_table, exit_statuses, json_option
+from tvm_flashinfer.kernels.environment import environment
+
+
+@exit_statuses(
+    {
+        0: "the package can be used here, even when something to compile kernels is missing",
+        1: "the installed TVM calls the functions of its KV cache in another way",
+        2: "the command was used wrongly",
+    }
+)
+@click.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Tell what this machine has for building and running kernels.
+
+    It also makes a small KV cache and compares how the installed TVM calls the functions of it with
+    what those here take. Paste the output into bug reports.
+    """
+    found = environment()
+    contract = found["tvm_contract"]
+    if as_json:
+        echo_json(found)
+    else:
+        _print_environment(found)
+    if contract is not None and not contract["fits"]:
+        raise SystemExit(1)
+
+
+def _print_environment(found: dict[str, Any]) -> None:
+    contract = found["tvm_contract"]
+    echo_table(
+        [
+            (name.replace("_", " "), _describe(value))
+            for name, value in found.items()
+            if name not in ("problems", "tvm_contract", "prebuilt_kernels", "cache")
+        ]
+    )
+    _echo_kernels(found)
+    out = console()
+    if contract is not None and contract["fits"]:
+        out.print("TVM's KV cache calls the functions here as they take it", style="green")
+    for difference in contract["differences"] if contract is not None else ():
+        out.print(
+            f"problem: TVM's KV cache calls the functions here otherwise: {difference}",
+            style="bold red",
+        )
+    for problem in found["problems"]:
+        out.print(f"problem: {problem}", style="bold red")
+    if not found["problems"]:
+        out.print("kernels can be built on this machine", style="green")
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "not found"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_describe(part)}" for key, part in value.items())
+    if isinstance(value, list):
+        return "; ".join(_describe(part) for part in value) if value else "none"
+    return str(value)
+
+
+def _echo_kernels(found: dict[str, Any]) -> None:
+    """Print which kernels need no compiler any more."""
+    prebuilt, cache = found["prebuilt_kernels"], found["cache"]
+    for title, folder, names in (
+        ("prebuilt kernels", prebuilt, prebuilt and prebuilt["files"]),
+        ("compiled kernels", cache, cache and cache["kernels"]),
+    ):
+        where = folder["path"] if folder else "no folder"
+        click.echo(f"{title} in {where}: {len(names or ())}")
+        for name in names or ():
+            click.echo(f"  {name}")
