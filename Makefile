@@ -15,7 +15,7 @@ MAX_TOKENS ?= 64
 export PROMPT
 
 # What the installed package is made from: it is installed again when one of them is newer.
-SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake tvm_flashinfer -type f \
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc include cmake tvm_flashinfer -type f \
   \( -name '*.py' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.txt' \
   -o -name '*.cmake' \) -not -path '*/lib/*')
 

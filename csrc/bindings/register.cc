@@ -1,8 +1,9 @@
-// The `flashinfer.*` globals of the shared library.
+// The `flashinfer.*` globals: of the shared library, and of programs that link the static one.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
+#include <tvm_flashinfer/function_list.h>
 
 #include <cstdio>
 #include <string>
@@ -12,7 +13,6 @@
 #include "../ops/call_counts.h"
 #include "../ops/checks.h"
 #include "../ops/ops.h"
-#include "function_list.h"
 
 namespace tvm_flashinfer {
 
@@ -68,3 +68,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
 }
 
 }  // namespace tvm_flashinfer
+
+// What the linker is told to look for, so that it takes this file and requirement.cc out of the
+// archive.
+extern "C" void tvm_flashinfer_requirement();
+extern "C" void tvm_flashinfer_register() { tvm_flashinfer_requirement(); }

@@ -53,3 +53,6 @@ TVM_FFI_STATIC_INIT_BLOCK() {
 }
 
 }  // namespace tvm_flashinfer
+
+// So that register.cc can name this file.
+extern "C" void tvm_flashinfer_requirement() {}

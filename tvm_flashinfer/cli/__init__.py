@@ -7,13 +7,29 @@ import click
 from tvm_flashinfer.cli.build import build
 from tvm_flashinfer.cli.cache import cache
 from tvm_flashinfer.cli.doctor import doctor
+from tvm_flashinfer.cli.output import guarded
 from tvm_flashinfer.cli.report import report
 from tvm_flashinfer.cli.support import support
+from tvm_flashinfer.kernels.paths import cmake_dir
 
 __all__ = ["main"]
 
 
+def _print_cmake_dir(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(guarded(cmake_dir))
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--cmake-dir",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_cmake_dir,
+    help="Print the folder for find_package(tvm_flashinfer) of CMake.",
+)
 def main() -> None:
     """FlashInfer's attention kernels for TVM and MLC LLM.
 

@@ -24,6 +24,10 @@ _CXX_FLAGS = ("-fPIC", "-fvisibility=hidden")
 #: What a library of units exports. The templates of the C++ library are visible whatever the flags.
 LIBRARY_EXPORTS = "{ global: tvm_flashinfer_kernel_entries; local: *; };\n"
 
+#: In the archive of ops, a symbol of the file that exports the functions. Nothing calls that file.
+#: Another one registers them as globals, which a model library must not.
+EXPORTS_SYMBOL = "tvm_flashinfer_exports"
+
 #: What the static CUDA runtime itself needs; part of libc since glibc 2.34.
 _SYSTEM_LIBRARIES = ("-ldl", "-lrt", "-lpthread")
 
@@ -120,12 +124,11 @@ def merge_objects(
         str(linker),
         "-r",
         "--force-group-allocation",
+        f"--undefined={EXPORTS_SYMBOL}",
         "-o",
         str(output),
         *map(str, objects),
-        "--whole-archive",
         str(archive),
-        "--no-whole-archive",
         str(cudart_static),
     ]
 

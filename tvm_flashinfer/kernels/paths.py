@@ -1,7 +1,8 @@
 """Where the package keeps what the kernel build reads: ``csrc`` and ``lib``.
 
 An installed package has both inside it. A source checkout has ``csrc`` beside the package, and
-``lib`` inside it once the native library was built.
+``lib`` inside it once the native library was built. The same goes for ``cmake``, which programs in
+C++ read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,23 @@ def csrc_dir() -> Path:
     raise KernelError(
         f"the sources of the CUDA kernels are missing: neither {_PACKAGE / 'csrc'} nor "
         f"{_PACKAGE.parent / 'csrc'} holds kernels/cuda. Install tvm-flashinfer again."
+    )
+
+
+def cmake_dir() -> Path:
+    """Return the folder with ``tvm_flashinfer-config.cmake``, for ``find_package`` of CMake.
+
+    Raises
+    ------
+    KernelError
+        The installation has none.
+    """
+    for folder in (_PACKAGE / "cmake", _PACKAGE.parent / "cmake"):
+        if (folder / "tvm_flashinfer-config.cmake").is_file():
+            return folder
+    raise KernelError(
+        f"tvm_flashinfer-config.cmake is neither in {_PACKAGE / 'cmake'} nor in "
+        f"{_PACKAGE.parent / 'cmake'}. Install tvm-flashinfer again."
     )
 
 

@@ -1,7 +1,7 @@
-// Every packed function of the library, once: the registration and the exported symbols are made
-// from this list. X(name, function).
-#ifndef TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_
-#define TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_
+// Every packed function of the library, once: the registration, the exported symbols and the names
+// of functions.h are made from this list. X(name, function).
+#ifndef TVM_FLASHINFER_FUNCTION_LIST_H_
+#define TVM_FLASHINFER_FUNCTION_LIST_H_
 
 #define TVM_FLASHINFER_FUNCTIONS(X)                                 \
   X(batch_prefill_plan, BatchPrefillPlan)                           \
@@ -46,4 +46,4 @@
   X(call_counts, CallCounts)                                        \
   X(reset_call_counts, ResetCallCounts)
 
-#endif  // TVM_FLASHINFER_BINDINGS_FUNCTION_LIST_H_
+#endif  // TVM_FLASHINFER_FUNCTION_LIST_H_
