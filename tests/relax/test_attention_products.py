@@ -172,7 +172,8 @@ def numbers_are_kept(mod: tvm.IRModule, calls: list[str], *arrays: np.ndarray) -
     after = dispatched(mod, strict=True)
     assert called(after) == calls
     np.testing.assert_allclose(run(after, *arrays), run(mod, *arrays), rtol=2e-5, atol=2e-5)
-    assert_structural_equal(dispatched(after), after)
+    # TVM compares no modules, such as that which the library needs.
+    assert_structural_equal(*(m.without_attr("external_mods") for m in (dispatched(after), after)))
     return after
 
 
