@@ -173,7 +173,7 @@ def llvm() -> tvm.target.Target:
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No choice of the user's shell reaches a test."""
-    for name in ("MLC_MULTI_ARCH", "TVM_FLASHINFER_STRICT"):
+    for name in ("MLC_MULTI_ARCH", "TVM_FLASHINFER_SHIP", "TVM_FLASHINFER_STRICT"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -153,9 +153,9 @@ def test_caches_without_plans(changes, reason, generic_module, cuda, fake_kernel
     assert not any(call.args[3].value for call in calls)
 
 
-def slot_calls(mod: tvm.IRModule) -> list[rx.Call]:
+def slot_calls(mod: tvm.IRModule, name: str = OURS) -> list[rx.Call]:
     """The calls that give the slots of attention of our cache."""
-    values = [binding.value for block in mod[OURS].body.blocks for binding in block.bindings]
+    values = [binding.value for block in mod[name].body.blocks for binding in block.bindings]
     return [
         value
         for value in values
@@ -198,6 +198,58 @@ def test_linear_scaling_of_tvms_cache_is_its_scale(generic_module, llvm) -> None
     after = DispatchKVCacheCreation(llvm)(generic_module(**linear))
     same = DispatchKVCacheCreation(llvm)(generic_module(rope_scale=0.25))
     assert_structural_equal(after[TVMS], same[TVMS], map_free_vars=True)
+
+
+@pytest.mark.parametrize(
+    ("ours", "which"),
+    [(("flashinfer",), {OURS}), (("tir",), {TVMS}), (("flashinfer", "tir"), {OURS, TVMS})],
+)
+def test_functions_that_make_our_cache(ours, which, generic_module, llvm) -> None:
+    dispatch = DispatchKVCacheCreation(llvm, ours=ours)
+    after = dispatch(generic_module())
+    rx.analysis.well_formed(after)
+    assert names(after) & {OURS, TVMS} == which | {TVMS}
+    assert {row.site for row in dispatch.report.rows} == which
+    with_slots = {name for name in which | {TVMS} if slot_calls(after, name)}
+    assert with_slots == which
+
+
+@pytest.mark.parametrize("ours", [(), ("both",)])
+def test_wrong_functions(ours) -> None:
+    with pytest.raises(ValueError, match="expected one or both of flashinfer, tir"):
+        DispatchKVCacheCreation(ours=ours)
+
+
+def test_kernels_that_cannot_be_built(generic_module, cuda, monkeypatch) -> None:
+    """The cache is TVM's, as for any other reason."""
+    from tvm_flashinfer import kernels
+    from tvm_flashinfer.kernels.errors import CacheError
+
+    def fail(specs: list[Any]) -> None:
+        raise CacheError("/nowhere cannot be written")
+
+    monkeypatch.setattr(kernels, "build_model_object", fail)
+    with pytest.warns(FallbackWarning, match="CacheError: /nowhere cannot be written"):
+        after = DispatchKVCacheCreation(cuda)(generic_module())
+    assert OURS not in names(after)
+    assert TVMS in names(after)
+    with pytest.raises(StrictModeError, match="/nowhere cannot be written"):
+        DispatchKVCacheCreation(cuda, strict=True)(generic_module())
+
+
+def test_ship_of_the_environment(generic_module, cuda, llvm, fake_kernels, monkeypatch) -> None:
+    """An argument goes first, and on CPU there is no choice."""
+    monkeypatch.setenv("TVM_FLASHINFER_SHIP", "shared")
+    dispatch = DispatchKVCacheCreation(cuda)
+    dispatch(generic_module())
+    assert dispatch.report.ship == "shared"
+    assert fake_kernels == []
+    DispatchKVCacheCreation(cuda, ship="self-contained")(generic_module())
+    assert len(fake_kernels) == 1
+    monkeypatch.setenv("TVM_FLASHINFER_SHIP", "static")
+    DispatchKVCacheCreation(llvm)(generic_module())
+    with pytest.raises(ValueError, match="ship is 'static'"):
+        DispatchKVCacheCreation(cuda)(generic_module())
 
 
 def test_kernels_are_not_imported_for_shared(generic_module, llvm, monkeypatch) -> None:

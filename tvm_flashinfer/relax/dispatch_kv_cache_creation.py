@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from tvm import relax as rx
 from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 from tvm.target import Target
 
+from tvm_flashinfer.kernels.errors import KernelError
 from tvm_flashinfer.relax import slots
 from tvm_flashinfer.relax._compat import DEFAULT_LAYER_WINDOW, HAS_LAYER_WINDOW
 from tvm_flashinfer.relax.config import (
@@ -30,6 +31,9 @@ from tvm_flashinfer.relax.strict import (
     strict_violations,
 )
 from tvm_flashinfer.relax.support import kernel_specs, unsupported_reasons
+
+#: The functions that a creation function becomes: ``create_<kind>_paged_kv_cache``.
+_KINDS = ("flashinfer", "tir")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +60,8 @@ class DispatchKVCacheCreation:
     ``create_paged_kv_cache`` becomes ``create_flashinfer_paged_kv_cache``, whose cache runs on
     ``flashinfer.*``, and ``create_tir_paged_kv_cache``, whose cache runs on TVM's kernels; the
     runtime of MLC LLM takes the first one unless the model slides its window globally. A cache that
-    cannot be served gets the second one only, and one that TVM has no kernels for (MLA on CPU,
-    longrope) the first. All other functions stay the same objects.
+    cannot be served, or whose kernels cannot be built, gets the second one only, and one that TVM
+    has no kernels for (MLA on CPU, longrope) the first. All other functions stay the same objects.
 
     The module gets a report, as an attribute and as the function ``flashinfer_report``.
 
@@ -73,9 +77,14 @@ class DispatchKVCacheCreation:
         Left out, the environment variable ``TVM_FLASHINFER_STRICT`` decides.
     layer_sliding_window_size : int
         Window of the layers of kind ``mha_sliding``, which the generic call does not carry.
+    ours : sequence of str
+        Which of the two functions make our cache: ``"flashinfer"``, ``"tir"`` or both. The first
+        one is left out of the module when it is not named.
 
     Attributes
     ----------
+    configs : list of PagedKVCacheConfig
+        The caches of the last module.
     report : CompileReport or None
         What the last module ended in; None before the first, and for one without such a call.
 
@@ -93,47 +102,69 @@ class DispatchKVCacheCreation:
         ship: str | None = None,
         strict: bool | None = None,
         layer_sliding_window_size: int = DEFAULT_LAYER_WINDOW,
+        ours: Sequence[str] = ("flashinfer",),
     ) -> None:
+        if not ours or not set(ours) <= set(_KINDS):
+            raise ValueError(f"ours is {tuple(ours)}, expected one or both of {', '.join(_KINDS)}")
         self.target = target
         self.ship = ship
         self.strict = strict
         self.layer_sliding_window_size = layer_sliding_window_size
+        self.ours = tuple(ours)
+        self.configs: list[PagedKVCacheConfig] = []
         self.report: CompileReport | None = None
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite a module; one without the call is returned as it is."""
         self.report = None
         sites = _find_sites(mod, self.layer_sliding_window_size)
+        self.configs = [site.config for site in sites]
         if not sites:
             return mod
         target = self._target()
         ship = resolve_ship(self.ship, target)
         reasons = [unsupported_reasons(site.config, target) for site in sites]
-        rows = []
-        for site, why_not in zip(sites, reasons, strict=True):
-            name = site.name_for("flashinfer")
-            rows += (
-                slots.fallback_rows(why_not, target, name)
-                if why_not
-                else slots.native_rows(site.config, target, name)
-            )
-        self._check_strict(rows)
+        self._check_strict(self._rows(sites, reasons, target))
         served = [site for site, why_not in zip(sites, reasons, strict=True) if not why_not]
         specs = [spec for site in served for spec in kernel_specs(site.config, target)]
+        try:
+            mod = link_kernels(mod, specs, target, ship) if served else mod
+        except KernelError as error:
+            reasons = [why or [f"{type(error).__name__}: {error}"] for why in reasons]
+        rows = self._rows(sites, reasons, target)
+        self._check_strict(rows)
 
         new_mod = _without(mod, sites)
         builder = rx.BlockBuilder(new_mod)
-        for site in sites:
-            if site in served:
-                _add_creation(builder, site, "flashinfer", target, creation_call)
-            if site not in served or _tvm_serves(site.config, target):
-                _add_creation(builder, site, "tir", target, _tir_creation_call)
+        for site, why_not in zip(sites, reasons, strict=True):
+            self._add_creations(builder, site, target, served=not why_not)
         new_mod = _with_distinct_symbols(builder.get(), mod)
-        if served:
-            new_mod = link_kernels(new_mod, specs, target, ship)
         self.report = CompileReport(target.kind.name, ship, rows)
         _warn_of_fallbacks(sites, reasons)
         return attach_report(new_mod, self.report)
+
+    def _rows(
+        self, sites: list[_Site], reasons: list[list[str]], target: Target
+    ) -> list[ReportRow]:
+        rows = []
+        for site, why_not in zip(sites, reasons, strict=True):
+            names = [site.name_for(kind) for kind in self.ours]
+            if why_not:
+                rows += slots.fallback_rows(why_not, target, names[0])
+            else:
+                rows += [
+                    row for name in names for row in slots.native_rows(site.config, target, name)
+                ]
+        return rows
+
+    def _add_creations(
+        self, builder: rx.BlockBuilder, site: _Site, target: Target, served: bool
+    ) -> None:
+        for kind in _KINDS:
+            if served and kind in self.ours:
+                _add_creation(builder, site, kind, target, creation_call)
+            elif kind == "tir" and (not served or _tvm_serves(site.config, target)):
+                _add_creation(builder, site, kind, target, _tir_creation_call)
 
     def _target(self) -> Target:
         target = self.target or Target.current(allow_none=True)

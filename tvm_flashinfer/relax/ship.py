@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 
@@ -18,6 +19,9 @@ from tvm_flashinfer.relax.support import kernel_specs
 SELF_CONTAINED = "self-contained"
 SHARED = "shared"
 
+#: Environment variable that decides for CUDA where no argument does, such as in MLC LLM.
+SHIP_VARIABLE = "TVM_FLASHINFER_SHIP"
+
 #: Attribute of a module: the kernels that `link_kernels` attached, and where.
 _LINKED = "tvm_flashinfer.linked_kernels"
 
@@ -28,7 +32,8 @@ def resolve_ship(ship: str | None, target: Target) -> str:
     Parameters
     ----------
     ship : str or None
-        ``"self-contained"``, ``"shared"``, or None for the default: self-contained on CUDA.
+        ``"self-contained"``, ``"shared"``, or None: on CUDA as ``TVM_FLASHINFER_SHIP`` says, else
+        self-contained.
     target : tvm.target.Target
 
     Raises
@@ -38,7 +43,9 @@ def resolve_ship(ship: str | None, target: Target) -> str:
     """
     on_cuda = target.kind.name == "cuda"
     if ship is None:
-        return SELF_CONTAINED if on_cuda else SHARED
+        if not on_cuda:
+            return SHARED
+        ship = os.environ.get(SHIP_VARIABLE) or SELF_CONTAINED
     if ship not in (SELF_CONTAINED, SHARED):
         raise ValueError(f"ship is {ship!r}, expected {SELF_CONTAINED!r} or {SHARED!r}")
     if ship == SELF_CONTAINED and not on_cuda:
