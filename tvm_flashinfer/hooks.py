@@ -9,22 +9,17 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from tvm_flashinfer import mlc
 from tvm_flashinfer.contract import check_contract
+from tvm_flashinfer.when_imported import HookWarning, forget, when_imported
 
 _KV_CACHE = "tvm.relax.frontend.nn.llm.kv_cache"
 _CLASS = "FlashInferPagedKVCache"
 
 #: TVM's own class, while ours is in its place.
 _original: type | None = None
-
-
-class HookWarning(UserWarning):
-    """The hook at ``import tvm`` did not do its work."""
 
 
 def enable() -> None:
@@ -48,17 +43,15 @@ def enable() -> None:
 
         load_parts()
         return
-    module = sys.modules.get(_KV_CACHE)
-    if module is not None:
-        _put_ours(module)
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    when_imported(_KV_CACHE, _put_ours)
+    if mlc.imports_tvm():
+        mlc.install()
 
 
 def disable() -> None:
     """Put TVM's FlashInfer cache back. The functions ``flashinfer.*`` stay registered."""
     global _original
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WhenImported)]
+    forget(_KV_CACHE)
     if _original is not None:
         setattr(sys.modules[_KV_CACHE], _CLASS, _original)
         _original = None
@@ -90,37 +83,3 @@ def _put_ours(module: ModuleType) -> None:
 
     _original = getattr(module, _CLASS)
     setattr(module, _CLASS, HookedPagedKVCache)
-
-
-class _WhenImported(MetaPathFinder):
-    """Puts our class into TVM's module right after that has been imported.
-
-    The module takes a second to import and most programs never do, so the hook does not.
-    """
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if fullname != _KV_CACHE:
-            return None
-        sys.meta_path.remove(self)
-        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_then_replace(module: ModuleType) -> None:
-            execute(module)
-            try:
-                _put_ours(module)
-            except Exception as error:  # the import is TVM's, and it succeeded
-                warnings.warn(
-                    f"TVM's FlashInfer cache stays in use: {error}", HookWarning, stacklevel=2
-                )
-
-        spec.loader.exec_module = execute_then_replace
-        return spec

@@ -41,10 +41,11 @@ def _print_environment(found: dict[str, Any]) -> None:
         [
             (name.replace("_", " "), _describe(value))
             for name, value in found.items()
-            if name not in ("problems", "tvm_contract", "prebuilt_kernels", "cache")
+            if name not in ("problems", "tvm_contract", "mlc_llm", "prebuilt_kernels", "cache")
         ]
     )
     _echo_kernels(found)
+    _echo_mlc_llm(found["mlc_llm"] or [])
     out = console()
     if contract is not None and contract["fits"]:
         out.print("TVM's KV cache calls the functions here as they take it", style="green")
@@ -80,3 +81,11 @@ def _echo_kernels(found: dict[str, Any]) -> None:
         click.echo(f"{title} in {where}: {len(names or ())}")
         for name in names or ():
             click.echo(f"  {name}")
+
+
+def _echo_mlc_llm(changes: list[dict[str, Any]]) -> None:
+    """Print what MLC LLM is given when it imports the installed TVM, and why."""
+    given = [change for change in changes if change["supplied"]]
+    click.echo(f"what MLC LLM is given when it imports this TVM: {len(given)} of {len(changes)}")
+    for change in given:
+        click.echo(f"  {change['name']}: {change['reason']}")

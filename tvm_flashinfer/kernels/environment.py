@@ -111,9 +111,10 @@ def environment() -> dict[str, Any]:
     Returns
     -------
     environment : dict
-        Versions of this package, TVM and the tools; how TVM's cache calls its functions; where the
-        headers and the cache are; the GPUs; and ``problems``, what keeps kernels from being built
-        here. Parts that could not be found out are None.
+        Versions of this package, TVM and the tools; how TVM's cache calls its functions; what MLC
+        LLM is given when it imports TVM; where the headers and the cache are; the GPUs; and
+        ``problems``, what keeps kernels from being built here. Parts that could not be found out
+        are None.
     """
     problems: list[str] = []
     return {
@@ -121,6 +122,7 @@ def environment() -> dict[str, Any]:
         "apache_tvm_ffi": _version("apache-tvm-ffi"),
         "tvm": _guarded(_tvm, problems),
         "tvm_contract": _guarded(_contract, problems),
+        "mlc_llm": _guarded(_mlc_llm, problems),
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
@@ -169,6 +171,19 @@ def _contract() -> dict[str, Any] | None:
 
     problems = try_contract()
     return {"fits": not problems, "differences": list(problems)}
+
+
+def _mlc_llm() -> list[dict[str, Any]] | None:
+    """What MLC LLM is given beside the installed TVM; None without TVM."""
+    if importlib.util.find_spec("tvm") is None:
+        return None
+    importlib.import_module("tvm")
+    from tvm_flashinfer.mlc import CHANGES
+
+    return [
+        {"name": change.name, "reason": change.reason, "supplied": change.needed()}
+        for change in CHANGES
+    ]
 
 
 def _nvcc() -> dict[str, Any] | None:
