@@ -19,6 +19,7 @@ from tvm_flashinfer.relax.config import KVCacheCallError, PagedKVCacheConfig, pa
 from tvm_flashinfer.relax.dispatch_attention import DispatchAttention
 from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
 from tvm_flashinfer.relax.kv_cache import FlashInferPagedKVCache
+from tvm_flashinfer.relax.pipeline import flashinfer_pipeline
 from tvm_flashinfer.relax.report import CompileReport, ReportRow, last_report, read_report
 from tvm_flashinfer.relax.strict import FallbackWarning, StrictModeError, set_strict_mode
 from tvm_flashinfer.relax.support import UnsupportedConfigError, unsupported_reasons
@@ -34,6 +35,7 @@ __all__ = [
     "ReportRow",
     "StrictModeError",
     "UnsupportedConfigError",
+    "flashinfer_pipeline",
     "last_report",
     "parse_generic_call",
     "read_report",
