@@ -1,6 +1,7 @@
 # make demo         a real model answers a prompt (PROMPT=..., DEVICE=cpu|cuda, DTYPE=..., MAX_TOKENS=...)
 # make demo-gemma3  Gemma 3 270M continues a text; the same variables
 # make test         what CI runs: checks of style, tests on CPU, a compile of CUDA units where nvcc is
+# make docs         the documentation as a site, in build/site; make test builds it too
 # make test-gpu     the same op tests on a GPU
 # make clean        removes what the other targets made
 
@@ -19,7 +20,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc include cmake tvm_fla
   \( -name '*.py' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.txt' \
   -o -name '*.cmake' \) -not -path '*/lib/*')
 
-.PHONY: demo demo-gemma3 test test-gpu lint clean
+.PHONY: demo demo-gemma3 test docs test-gpu lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +59,9 @@ lint: $(VENV)/.test
 
 test: lint
 	$(BIN)/python -m pytest
+
+docs: $(VENV)/.test
+	$(BIN)/python -m mkdocs build --strict
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m cuda

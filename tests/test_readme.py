@@ -42,13 +42,14 @@ def _row_of(line: str) -> list[str]:
     return [cell.strip().strip("`") for cell in line.strip("|").split("|")]
 
 
-def test_support_table_is_that_of_the_code() -> None:
+@pytest.mark.parametrize("document", ["README.md", "docs/support.md"])
+def test_support_table_is_that_of_the_code(document: str) -> None:
     from tvm_flashinfer.relax.support_table import BEGIN, END, support_table
 
-    text = README.read_text(encoding="utf-8")
+    text = (ROOT / document).read_text(encoding="utf-8")
     written = text.partition(BEGIN + "\n")[2].partition("\n" + END)[0]
     assert written == support_table(), (
-        "the tables are out of date; run python -m tvm_flashinfer.relax.support_table README.md"
+        f"the tables are out of date; run python -m tvm_flashinfer.relax.support_table {document}"
     )
 
 
@@ -95,7 +96,7 @@ def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
         pytest.skip("the model of examples/llama needs apache-tvm 0.27")
     script = tmp_path / "blocks.py"
     script.write_text("\n".join(_python_blocks(document)), encoding="utf-8")
-    _run([sys.executable, "-W", "error::UserWarning", str(script)])
+    _run([sys.executable, "-W", "error::UserWarning", str(script)], tmp_path)
 
 
 def test_decode_example_is_right() -> None:
@@ -146,7 +147,8 @@ def test_commands_of_the_documents_run(command: str, tmp_path: Path) -> None:
     """Through ``python -m``, so that the checkout is what runs. A build is only listed."""
     from tvm_flashinfer.report import CompileReport
 
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("config.json", "mlc-chat-config.json"):
+        (tmp_path / name).write_text(json.dumps(CONFIG))
     report = CompileReport("cuda", "self-contained").to_json()
     (tmp_path / "model.so").write_bytes(b"\x7fELF" + report.encode())
     arguments = shlex.split(command)[1:]
