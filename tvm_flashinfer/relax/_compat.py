@@ -31,3 +31,11 @@ DEFAULT_LAYER_WINDOW = 1024
 def undefined_vars(size: Any) -> list[Any]:
     """Return the symbols in a size."""
     return [] if isinstance(size, int) else list(tvm.tirx.analysis.undefined_vars(size))
+
+
+def constant_array(expr: Any) -> Any:
+    """Return the values of a constant tensor as a NumPy array, or None for another expression."""
+    if hasattr(rx, "Constant"):
+        return expr.data.numpy() if isinstance(expr, rx.Constant) else None
+    is_tensor = isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.ty, rx.TensorType)
+    return expr.value.numpy() if is_tensor else None

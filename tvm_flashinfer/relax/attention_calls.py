@@ -8,7 +8,15 @@ from typing import Any
 import tvm
 from tvm import relax as rx
 
-from tvm_flashinfer.relax.attention_site import BNSH, BSNH, AttentionSite, Operand
+from tvm_flashinfer.relax.attention_site import (
+    BNSH,
+    BSNH,
+    AttentionSite,
+    Operand,
+    provably_equal,
+    static,
+)
+from tvm_flashinfer.tir import mask_indptr, packed_mask, packed_mask_bytes
 
 
 def emit_attention(
@@ -25,47 +33,106 @@ def emit_attention(
     renewed : callable
         Gives what stands for an expression of the old function in the new one.
     """
-    q, k, v = (Operand(renewed(x.expr), x.layout) for x in (site.q, site.k, site.v))
+    rebuild = _Rebuild(builder, renewed)
+    q, k, v = (Operand(rebuild.tensor(x), x.layout, x.shape) for x in (site.q, site.k, site.v))
     if site.qo_indptr is not None:
         return _ragged(site, [q, k, v], renewed)
-    if site.equal_heads and all(x.layout == BNSH for x in (q, k, v)):
-        # A head of a request is a request with one head, whose rows follow each other.
-        result = _dense(builder, site, [_per_head(builder, x) for x in (q, k, v)])
-        return _arranged(builder, _whole(builder, result, site), site.layout)
-    tensors = [_arranged(builder, x, BSNH) for x in (q, k, v)]
-    return _arranged(builder, Operand(_dense(builder, site, tensors)), site.layout)
+    # A head of a request is a request with one head, whose rows follow each other.
+    per_head = site.masked_per_head or (
+        site.equal_heads and all(x.layout == BNSH for x in (q, k, v))
+    )
+    mask = _mask(rebuild, site, per_head) if site.masks else []
+    if per_head:
+        result = _dense(rebuild, site, [_per_head(rebuild, x) for x in (q, k, v)], mask)
+    else:
+        result = _dense(rebuild, site, [rebuild.arranged(x, BSNH) for x in (q, k, v)], mask)
+    return _as_the_root(rebuild, site, result, BNSH if per_head else BSNH)
 
 
-def _arranged(builder: rx.BlockBuilder, x: Operand, layout: str) -> rx.Expr:
-    if x.layout == layout:
-        return x.expr
-    return rx.op.permute_dims(_bound(builder, x.expr), [0, 2, 1, 3])
+def _as_the_root(rebuild: _Rebuild, site: AttentionSite, result: rx.Expr, layout: str) -> rx.Expr:
+    """Return the result of the kernel with the shape and the order that the site has."""
+    sizes = {"B": site.q.size("B"), "N": site.q.size("N"), "S": site.rows, "H": site.v.size("H")}
+    if layout == BNSH:
+        result = rx.op.reshape(rebuild.emit(result), [sizes[letter] for letter in BNSH])
+    if layout != site.layout and static(sizes["N"]) != 1:
+        result = rx.op.permute_dims(rebuild.emit(result), [0, 2, 1, 3])
+    shape = [sizes[letter] for letter in site.layout]
+    wanted = list(site.root.ty.shape)
+    if len(wanted) == 4 and all(map(provably_equal, shape, wanted)):
+        return result
+    return rx.op.reshape(rebuild.emit(result), wanted)
 
 
-def _bound(builder: rx.BlockBuilder, expr: rx.Expr) -> rx.Expr:
-    return expr if isinstance(expr, rx.Var) else builder.emit(expr)
+class _Rebuild:
+    """Emits expressions of the new function."""
+
+    def __init__(self, builder: rx.BlockBuilder, renewed: Callable[[rx.Expr], rx.Expr]) -> None:
+        self.builder = builder
+        self.renewed = renewed
+
+    def emit(self, expr: rx.Expr) -> rx.Expr:
+        """Bind an expression to a variable, unless it is one."""
+        return expr if isinstance(expr, rx.Var) else self.builder.emit(expr)
+
+    def call_te(self, function: Callable[..., Any], *args: Any) -> rx.Var:
+        """Bind what a function of tensor expressions computes."""
+        return self.emit(self.builder.call_te(function, *args))
+
+    def tensor(self, x: Operand) -> rx.Expr:
+        """Return an operand with its four dimensions."""
+        return self.reshaped(self.renewed(x.expr), x.shape)
+
+    def reshaped(self, expr: rx.Expr, shape: tuple[Any, ...]) -> rx.Expr:
+        """Return a tensor under another shape."""
+        expr = self.emit(expr)
+        old = tuple(expr.ty.shape)
+        if len(old) == len(shape) and all(map(provably_equal, old, shape)):
+            return expr
+        return rx.op.reshape(expr, list(shape))
+
+    def arranged(self, x: Operand, layout: str) -> rx.Expr:
+        """Return an operand in another layout."""
+        if x.layout == layout:
+            return x.expr
+        return rx.op.permute_dims(self.emit(x.expr), [0, 2, 1, 3])
 
 
-def _per_head(builder: rx.BlockBuilder, x: Operand) -> rx.Expr:
+def _per_head(rebuild: _Rebuild, x: Operand) -> rx.Expr:
     batch, heads, length, dim = (x.size(letter) for letter in BNSH)
-    return rx.op.reshape(x.expr, [batch * heads, length, 1, dim])
+    return rebuild.reshaped(rebuild.arranged(x, BNSH), (batch * heads, length, 1, dim))
 
 
-def _whole(builder: rx.BlockBuilder, result: rx.Expr, site: AttentionSite) -> Operand:
-    shape = [site.q.size("B"), site.q.size("N"), site.rows, site.v.size("H")]
-    return Operand(rx.op.reshape(_bound(builder, result), shape), BNSH)
+def _mask(rebuild: _Rebuild, site: AttentionSite, per_head: bool) -> list[rx.Expr]:
+    """Emit the packed mask of all conditions, and return its offsets and its bytes."""
+    seen = None
+    for mask in site.masks:
+        made = rebuild.emit(mask.make(rebuild.emit, rebuild.renewed))
+        made = rebuild.emit(rebuild.reshaped(made, site.mask_shape(mask)))
+        seen = made if seen is None else rebuild.emit(rx.op.logical_and(seen, made))
+    keys = site.keys
+    if site.sliced:
+        keys = site.rows
+        if static(seen.ty.shape[3]) != 1:
+            seen = rebuild.emit(rx.op.strided_slice(seen, [3], [0], [keys], assume_inbound=True))
+    requests, heads = site.q.size("B"), site.q.size("N") if per_head else 1
+    each = packed_mask_bytes(site.rows, keys)
+    packed = rebuild.call_te(packed_mask, seen, requests, heads, site.rows, keys)
+    flat = rebuild.emit(rx.op.reshape(packed, [requests * heads * each]))
+    return [rebuild.call_te(mask_indptr, requests * heads, each), flat]
 
 
-def _dense(builder: rx.BlockBuilder, site: AttentionSite, tensors: list[rx.Expr]) -> rx.Expr:
+def _dense(
+    rebuild: _Rebuild, site: AttentionSite, tensors: list[rx.Expr], mask: list[rx.Expr]
+) -> rx.Expr:
     """Return the call over requests of equal length, all in `BSNH`."""
-    q, k, v = (_bound(builder, x) for x in tensors)
+    q, k, v = (rebuild.emit(x) for x in tensors)
     if site.sliced:
         k, v = (
-            builder.emit(rx.op.strided_slice(x, [1], [0], [site.rows], assume_inbound=True))
+            rebuild.emit(rx.op.strided_slice(x, [1], [0], [site.rows], assume_inbound=True))
             for x in (k, v)
         )
     shape = [*list(q.ty.shape)[:3], v.ty.shape[3]]
-    return _call("attention_dense", [q, k, v], site, shape)
+    return _call(site.kernel.removeprefix("flashinfer."), [q, k, v, *mask], site, shape)
 
 
 def _ragged(

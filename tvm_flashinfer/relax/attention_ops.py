@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import tvm
 from tvm import relax as rx
 
+from tvm_flashinfer.relax.attention_masks import MaskReader, UnprovenMaskError
 from tvm_flashinfer.relax.attention_site import (
     BOTTOM_RIGHT,
     BSNH,
     TOP_LEFT,
     AttentionSite,
     Operand,
+    provably_at_most,
     static,
 )
+from tvm_flashinfer.relax.graph import Graph, has_shape, op_name, shape_of
 
 ATTENTION = "relax.nn.attention"
 ATTENTION_BIAS = "relax.nn.attention_bias"
@@ -23,47 +25,39 @@ ATTENTION_VAR_LEN = "relax.nn.attention_var_len"
 _OPS = (ATTENTION, ATTENTION_BIAS, ATTENTION_VAR_LEN)
 
 
-def read_operator(var: rx.Var, value: rx.Expr) -> AttentionSite | None:
+def read_operator(
+    graph: Graph, var: rx.Var, value: rx.Expr, binary_masks: bool = False
+) -> AttentionSite | None:
     """Return what an operator of attention computes, or None for another expression.
 
     Parameters
     ----------
+    graph : Graph
+        Of the function that has it.
     var : relax.Var
         What the expression is bound to.
     value : relax.Expr
+    binary_masks : bool
+        See `MaskReader`.
     """
     name = op_name(value)
     if name not in _OPS:
         return None
-    q, k, v = (Operand(arg, BSNH) for arg in value.args[:3])
+    if not all(has_shape(arg) for arg in value.args[:3]):
+        problem = "the shape of queries, keys or values is not known at compile time"
+        return AttentionSite(var.name, value, name, problems=[problem])
+    q, k, v = (Operand(arg, BSNH, shape_of(arg)) for arg in value.args[:3])
     attrs = value.attrs
-    site = AttentionSite(var.name, value, name, q, k, v, BSNH, scale=0.0)
-    for letter, operand in zip("qkv", (q, k, v), strict=True):
-        if not has_shape(operand.expr):
-            site.problems.append(f"the shape of {letter} is not known at compile time")
-    if site.problems:
-        return site
+    site = AttentionSite(var.name, value, name, q, k, v)
     site.scale = _scale(attrs.scale, q)
     site.causal = None if attrs.causal_mask is None else str(attrs.causal_mask)
     site.window = _integer(attrs.window_size)
-    site.problems += [*_causal_problems(site.causal), *_window_problems(site)]
+    site.problems += [*_causal_problems(site), *_window_problems(site)]
     if name == ATTENTION_BIAS:
-        site.problems.append("there is an additive bias, which no kernel takes")
+        _read_bias(site, graph, value.args[3], binary_masks)
     if name == ATTENTION_VAR_LEN:
         _read_lengths(site, value)
     return site
-
-
-def op_name(value: Any) -> str | None:
-    """Return the name of the operator that an expression calls, such as ``"relax.add"``."""
-    if isinstance(value, rx.Call) and isinstance(value.op, tvm.ir.Op):
-        return str(value.op.name)
-    return None
-
-
-def has_shape(expr: rx.Expr) -> bool:
-    """Return whether an expression is a tensor whose sizes are known, symbolic ones too."""
-    return isinstance(expr.ty, rx.TensorType) and isinstance(expr.ty.shape, rx.ShapeExpr)
 
 
 def _scale(given: Any, q: Operand) -> float:
@@ -77,10 +71,31 @@ def _integer(given: Any) -> int | None:
     return None if given is None else int(getattr(given, "value", given))
 
 
-def _causal_problems(causal: str | None) -> list[str]:
-    if causal in (None, TOP_LEFT, BOTTOM_RIGHT):
+def _causal_problems(site: AttentionSite) -> list[str]:
+    if site.causal in (None, TOP_LEFT):
         return []
-    return [f"the causal mask is {causal!r}; there are {TOP_LEFT!r} and {BOTTOM_RIGHT!r}"]
+    if site.causal != BOTTOM_RIGHT:
+        return [f"the causal mask is {site.causal!r}; there are {TOP_LEFT!r} and {BOTTOM_RIGHT!r}"]
+    is_var_len = op_name(site.root) == ATTENTION_VAR_LEN
+    if is_var_len or provably_at_most(site.rows, site.keys) or static(site.rows) == 1:
+        return []
+    return [
+        f"the causal mask is {BOTTOM_RIGHT} with {site.rows} rows and {site.keys} keys; TVM lets "
+        "every row see more keys when there are more rows than keys, which kernels do not"
+    ]
+
+
+def _read_bias(site: AttentionSite, graph: Graph, bias: rx.Expr, binary_masks: bool) -> None:
+    """Read a bias that hides keys; nothing is added to a score by kernels."""
+    reader = MaskReader(graph, binary_masks)
+    try:
+        conditions = reader.added(bias)
+    except UnprovenMaskError as error:
+        site.problems.append(str(error))
+        return
+    site.add_conditions(conditions)
+    if reader.finite and site.masks:
+        site.notes.append("a row whose keys are all masked gives 0, not a mean of the values")
 
 
 def _window_problems(site: AttentionSite) -> list[str]:

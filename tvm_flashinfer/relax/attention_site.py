@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tvm import relax as rx
 from tvm.ir import Range
@@ -15,6 +15,10 @@ from tvm.tirx import IntImm
 from tvm_flashinfer.kernels import spec as kernel_spec
 from tvm_flashinfer.relax._compat import Analyzer, undefined_vars
 from tvm_flashinfer.relax.support import CPU_DTYPES, TARGETS, target_archs
+
+if TYPE_CHECKING:
+    from tvm_flashinfer.relax.affine import Affine
+    from tvm_flashinfer.relax.attention_masks import Seen
 
 #: Causal masks as TVM names them: row i sees keys up to i, or up to i + (keys - rows).
 TOP_LEFT = "TopLeft"
@@ -32,17 +36,20 @@ class Operand:
     Parameters
     ----------
     expr : relax.Expr
-        A tensor of four dimensions.
+        A tensor whose elements lie in the order of the layout.
     layout : str
         `BSNH` or `BNSH`.
+    shape : tuple
+        The four sizes, in the order of the layout.
     """
 
     expr: rx.Expr
-    layout: str = BSNH
+    layout: str
+    shape: tuple[Any, ...]
 
     def size(self, dim: str) -> Any:
         """Return the size of the dimension with this letter."""
-        return self.expr.ty.shape[self.layout.index(dim)]
+        return self.shape[self.layout.index(dim)]
 
     @property
     def dtype(self) -> str:
@@ -70,11 +77,14 @@ class AttentionSite:
     causal : str or None
         `TOP_LEFT`, `BOTTOM_RIGHT`, or None.
     window : int or None
-        How many keys up to the diagonal a row sees.
+        How many keys up to the diagonal a row sees. Without a causal mask the diagonal is that of
+        `BOTTOM_RIGHT`.
     soft_cap : float
         c > 0: scores become ``c * tanh(score / c)``.
     qo_indptr, kv_indptr : relax.Expr or None
         Where requests start, when the rows of all of them follow each other.
+    masks : list of Seen
+        Other conditions, all of which hold for a key that a row sees.
     notes : list of str
         What there is to know about the rewritten site.
     problems : list of str
@@ -84,27 +94,26 @@ class AttentionSite:
     name: str
     root: rx.Call
     form: str
-    q: Operand
-    k: Operand
-    v: Operand
-    layout: str
-    scale: float
+    q: Operand | None = None
+    k: Operand | None = None
+    v: Operand | None = None
+    layout: str = BSNH
+    scale: float = 1.0
     causal: str | None = None
     window: int | None = None
     soft_cap: float = 0.0
     qo_indptr: rx.Expr | None = None
     kv_indptr: rx.Expr | None = None
+    masks: list[Seen] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def kernel(self) -> str:
         """The packed function that serves it."""
-        return (
-            "flashinfer.attention_dense"
-            if self.qo_indptr is None
-            else ("flashinfer.attention_ragged")
-        )
+        if self.qo_indptr is not None:
+            return "flashinfer.attention_ragged"
+        return f"flashinfer.attention_dense{'_masked' if self.masks else ''}"
 
     @property
     def rows(self) -> Any:
@@ -126,6 +135,53 @@ class AttentionSite:
         """Whether rows see the first keys alone, as many as there are rows."""
         return self.causal == TOP_LEFT and not provably_equal(self.rows, self.keys)
 
+    @property
+    def masked_per_head(self) -> bool:
+        """Whether some mask differs between heads."""
+        return any(len(x.shape) > 2 and static(self.mask_shape(x)[1]) != 1 for x in self.masks)
+
+    def mask_shape(self, mask: Seen) -> tuple[Any, ...]:
+        """Return the shape of a mask with four dimensions: requests, heads, rows and keys."""
+        rank = len(mask.shape)
+        requests, heads = self.q.size("B"), self.q.size("N")
+        if rank == 3 and not provably_equal(mask.shape[0], heads):
+            if provably_equal(mask.shape[0], requests * heads):
+                return (requests, heads, *mask.shape[1:])
+        if rank == 5:
+            return (mask.shape[0], *mask.shape[2:])
+        return (1,) * (4 - rank) + tuple(mask.shape)
+
+    def add_conditions(self, conditions: Sequence[Seen]) -> None:
+        """Read conditions on positions into `causal` and `window`, and keep the others as masks.
+
+        Parameters
+        ----------
+        conditions : sequence of Seen
+        """
+        diagonals = {BOTTOM_RIGHT: self.keys - self.rows, TOP_LEFT: 0}
+        lower = []
+        for seen in conditions:
+            above, below = (_diagonal(seen.line, sign, self.rows) for sign in (1, -1))
+            if _always(seen):
+                continue
+            names = [n for n, at in diagonals.items() if above is not None and _same(at, above)]
+            if names and self.causal in (None, names[0]) and self._can_be(names[0]):
+                self.causal = names[0]
+            elif below is not None:
+                lower.append((seen, below))
+            else:
+                self.masks.append(seen)
+        base = diagonals[self.causal or BOTTOM_RIGHT]
+        for seen, start in lower:
+            left = static(simplified(base - start))
+            if left is not None and left >= 0 and self.window in (None, left + 1):
+                self.window = left + 1
+            else:
+                self.masks.append(seen)
+
+    def _can_be(self, causal: str) -> bool:
+        return causal == BOTTOM_RIGHT or provably_at_most(self.rows, self.keys)
+
     def specs(self, target: Target) -> list[kernel_spec.KernelSpec]:
         """Return the kernels that it needs on CUDA, none on other targets."""
         if target.kind.name != "cuda":
@@ -134,6 +190,34 @@ class AttentionSite:
         dims = static(self.q.size("H")), static(self.v.size("H"))
         attention = kernel_spec.KernelSpec("batch_attention", self.q.dtype, *dims, archs=archs)
         return [kernel_spec.KernelSpec("common", archs=archs), attention]
+
+
+def _diagonal(line: Affine | None, sign: int, rows: Any) -> Any:
+    """Return d of the condition ``sign * (key - row) <= sign * d``, or None for another one."""
+    if line is None or len(line.slopes) < 2 or any(line.slopes[:-2]):
+        return None
+    row, key = line.slopes[-2:]
+    fits = key == sign and (row == -sign or (row == 0 and static(rows) == 1))
+    return -sign * line.start if fits else None
+
+
+def _always(seen: Seen) -> bool:
+    """Return whether a condition holds for all rows and keys."""
+    if seen.line is None:
+        return False
+    most = seen.line.start
+    for slope, size in zip(seen.line.slopes, seen.shape, strict=True):
+        most = most + slope * (size - 1) if slope > 0 else most
+    return provably_at_most(most, 0)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return provably_equal(a, b)
+
+
+def simplified(size: Any) -> Any:
+    """Return a size in a simple form: an integer where the symbols cancel out."""
+    return size if isinstance(size, int) else Analyzer().simplify(size)
 
 
 def static(size: Any) -> int | None:
@@ -214,20 +298,30 @@ def _sizes(site: AttentionSite) -> list[str]:
 
 
 def _causal(site: AttentionSite) -> list[str]:
-    if site.causal is None or site.qo_indptr is not None:
+    if site.causal != TOP_LEFT or site.qo_indptr is not None:
         return []
     rows, keys = site.rows, site.keys
-    if provably_at_most(rows, keys) or static(rows) == 1:
+    if provably_at_most(rows, keys):
         return []
-    if site.causal == BOTTOM_RIGHT:
-        return [
-            f"the causal mask is {BOTTOM_RIGHT} with {rows} rows and {keys} keys; TVM lets every "
-            "row see more keys when there are more rows than keys, which kernels do not"
-        ]
     return [
         f"the causal mask is {TOP_LEFT} with {rows} rows and {keys} keys; it is served where there "
         "are provably no more rows than keys"
     ]
+
+
+def _masks(site: AttentionSite) -> list[str]:
+    whole = (site.q.size("B"), site.q.size("N"), site.rows, site.keys)
+    for mask in site.masks:
+        shape = site.mask_shape(mask)
+        groups = len(mask.shape) == 5 and {static(size) for size in mask.shape[1:3]} != {1}
+        if groups or not all(
+            static(size) == 1 or provably_equal(size, full)
+            for size, full in zip(shape, whole, strict=True)
+        ):
+            return [f"a mask has shape {mask.shape}, which is not that of scores {whole}"]
+    if site.masked_per_head and not site.equal_heads:
+        return ["a mask differs between heads, and KV heads serve several query heads"]
+    return []
 
 
 def _numbers(site: AttentionSite) -> list[str]:
@@ -261,5 +355,6 @@ _PREDICATES: tuple[Callable[[AttentionSite], list[str]], ...] = (
     _heads,
     _sizes,
     _causal,
+    _masks,
     _numbers,
 )

@@ -9,8 +9,10 @@ from tvm import relax as rx
 from tvm.target import Target
 
 from tvm_flashinfer.relax.attention_calls import emit_attention
+from tvm_flashinfer.relax.attention_match import read_products
 from tvm_flashinfer.relax.attention_ops import read_operator
 from tvm_flashinfer.relax.attention_site import AttentionSite, unserved_reasons
+from tvm_flashinfer.relax.graph import Graph
 from tvm_flashinfer.relax.report import FALLBACK, NATIVE, CompileReport, ReportRow, attach_report
 from tvm_flashinfer.relax.ship import link_kernels, resolve_ship
 from tvm_flashinfer.relax.slots import arch_text
@@ -40,6 +42,9 @@ class DispatchAttention:
     strict : bool, optional
         Raise when some attention cannot be rewritten, instead of warning. Left out, the environment
         variable ``TVM_FLASHINFER_STRICT`` decides.
+    binary_masks : bool
+        Whether the numbers that masks are made from are 0 and 1 alone, as the ``attention_mask``
+        of most models is. Nothing in a model tells, so such masks are not served by default.
 
     Attributes
     ----------
@@ -53,11 +58,16 @@ class DispatchAttention:
     """
 
     def __init__(
-        self, target: Target | None = None, ship: str | None = None, strict: bool | None = None
+        self,
+        target: Target | None = None,
+        ship: str | None = None,
+        strict: bool | None = None,
+        binary_masks: bool = False,
     ) -> None:
         self.target = target
         self.ship = ship
         self.strict = strict
+        self.binary_masks = binary_masks
         self.report: CompileReport | None = None
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
@@ -66,7 +76,8 @@ class DispatchAttention:
         sites = {
             var: found
             for var, function in mod.functions_items()
-            if isinstance(function, rx.Function) and (found := find_sites(function))
+            if isinstance(function, rx.Function)
+            and (found := find_sites(function, self.binary_masks))
         }
         if not sites:
             return mod
@@ -98,21 +109,15 @@ class DispatchAttention:
         return target
 
 
-def find_sites(function: rx.Function) -> list[AttentionSite]:
+def find_sites(function: rx.Function, binary_masks: bool = False) -> list[AttentionSite]:
     """Return every attention in a function, in the order of the bindings."""
-    sites: list[AttentionSite] = []
-
-    def visit(expr: rx.Expr) -> None:
-        if not isinstance(expr, rx.SeqExpr):
-            return
-        for block in expr.blocks:
-            for binding in block.bindings:
-                if isinstance(binding, rx.VarBinding):
-                    site = read_operator(binding.var, binding.value)
-                    sites.extend([] if site is None else [site])
-
-    rx.analysis.post_order_visit(function, visit)
-    return sites
+    graph = Graph(function)
+    found = (
+        read_operator(graph, binding.var, binding.value, binary_masks)
+        or read_products(graph, binding.var, binding.value, binary_masks)
+        for binding in graph.bindings
+    )
+    return [site for site in found if site is not None]
 
 
 def _rows(

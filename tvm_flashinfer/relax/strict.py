@@ -11,12 +11,14 @@ from tvm_flashinfer.relax.support import UnsupportedConfigError
 
 
 class FallbackWarning(UserWarning):
-    """A cache of the model is TVM's own, since no kernel of ours serves it."""
+    """Something of the model runs on TVM's kernels, since no kernel of ours serves it."""
 
 
 @tvm_ffi.register_error
 class StrictModeError(UnsupportedConfigError):
     """Strict mode is on and something would have fallen back to TVM's kernels."""
+
+    headline = "strict mode is on, and tvm_flashinfer cannot serve all of the model:"
 
 
 #: What `set_strict_mode` was given last.

@@ -67,6 +67,9 @@ class UnsupportedConfigError(ValueError):
         that leaves a pass goes through C++, which keeps no more than its text.
     """
 
+    #: What the message says before the reasons.
+    headline = "this paged KV cache cannot be served by tvm_flashinfer:"
+
     def __init__(self, reasons: list[str] | str) -> None:
         if isinstance(reasons, str):
             super().__init__(reasons)
@@ -74,10 +77,8 @@ class UnsupportedConfigError(ValueError):
             self.reasons = [item.splitlines()[0] for item in items]
             return
         self.reasons = list(reasons)
-        super().__init__(
-            "this paged KV cache cannot be served by tvm_flashinfer:"
-            + "".join(_REASON + reason for reason in self.reasons)
-        )
+        lines = "".join(_REASON + reason for reason in self.reasons)
+        super().__init__(self.headline + lines)
 
 
 def unsupported_reasons(config: PagedKVCacheConfig, target: Target) -> list[str]:

@@ -1,0 +1,577 @@
+"""`DispatchAttention` on attention that is spelt with products and a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from attention_modules import (
+    called,
+    dispatched,
+    module,
+    packed_call,
+    rows,
+    run,
+    tensors,
+    without_report,
+)
+from tvm import relax as rx
+from tvm.ir import assert_structural_equal
+
+from tvm_flashinfer.relax import FallbackWarning
+
+op = rx.op
+DENSE = "flashinfer.attention_dense"
+MASKED = "flashinfer.attention_dense_masked"
+
+#: Heads before lengths, and lengths before heads; symbolic batch and length.
+BNSH = {"q": ("b", 4, "n", 32), "k": ("b", 4, "n", 32), "v": ("b", 4, "n", 32)}
+BSNH = {"q": ("b", "n", 4, 32), "k": ("b", "n", 4, 32), "v": ("b", "n", 4, 32)}
+CROSS = {"q": ("b", 4, "n", 32), "k": ("b", 4, "m", 32), "v": ("b", 4, "m", 32)}
+
+Emit = Callable[[rx.Expr], rx.Var]
+
+
+def const(value: Any, dtype: str = "float32") -> rx.Expr:
+    return rx.const(np.array(value, dtype), dtype)
+
+
+def products(emit: Emit, q: rx.Expr, k: rx.Expr, v: rx.Expr, change: Any = None, scale: Any = 0.25):
+    """The plain form over heads before lengths; `change` is made to scores before the softmax."""
+    transposed = emit(op.permute_dims(k, [0, 1, 3, 2]))
+    scores = emit(op.multiply(emit(op.matmul(q, transposed)), const(scale)))
+    scores = scores if change is None else emit(change(emit, scores))
+    return op.matmul(emit(op.nn.softmax(scores, axis=-1)), v)
+
+
+def heads_first(emit: Emit, *xs: rx.Expr) -> list[rx.Var]:
+    return [emit(op.permute_dims(x, [0, 2, 1, 3])) for x in xs]
+
+
+def positions(emit: Emit, scores: rx.Var) -> tuple[rx.Var, rx.Var]:
+    """Row and key numbers, (n, 1) and (1, m)."""
+    n, m = list(scores.ty.shape)[-2:]
+    row = emit(op.expand_dims(emit(op.arange(0, n, 1, "int64")), [1]))
+    return row, emit(op.expand_dims(emit(op.arange(0, m, 1, "int64")), [0]))
+
+
+def hide(emit: Emit, scores: rx.Var, seen: rx.Expr, value: float = -np.inf) -> rx.Expr:
+    return op.where(emit(seen), scores, const(value))
+
+
+# The rewritten form
+
+
+def test_before_and_expected() -> None:
+    """Heads are moved before the products and back; the call reads and writes what was there."""
+
+    def before(emit, q, k, v):
+        o = emit(products(emit, *heads_first(emit, q, k, v)))
+        return op.permute_dims(o, [0, 2, 1, 3])
+
+    expected = module(
+        tensors(BSNH),
+        lambda emit, q, k, v: packed_call("attention_dense", [q, k, v], q.ty, scale=0.25),
+    )
+    after = dispatched(module(tensors(BSNH), before))
+    assert_structural_equal(without_report(after), expected, map_free_vars=True)
+    assert [(row.status, row.kernel) for row in rows(after)] == [("native", DENSE)]
+
+
+def test_heads_before_lengths_are_requests() -> None:
+    """No tensor is moved: a head of a request is a request with one head."""
+
+    def expected(emit, q, k, v):
+        b, _, n, d = list(q.ty.shape)
+        q, k, v = (emit(op.reshape(x, [b * 4, n, 1, d])) for x in (q, k, v))
+        return op.reshape(
+            emit(packed_call("attention_dense", [q, k, v], q.ty, scale=0.25)), [b, 4, n, d]
+        )
+
+    after = dispatched(module(tensors(BNSH), products))
+    assert_structural_equal(
+        without_report(after), module(tensors(BNSH), expected), map_free_vars=True
+    )
+
+
+# Forms that are rewritten, and keep their numbers
+
+
+def of_scores(change: Any) -> Any:
+    return lambda emit, q, k, v: products(emit, q, k, v, change)
+
+
+def causal_compared(emit, scores):
+    row, key = positions(emit, scores)
+    return hide(emit, scores, op.less_equal(key, row))
+
+
+def causal_compared_with_the_row_first(emit, scores):
+    row, key = positions(emit, scores)
+    return hide(emit, scores, op.greater_equal(row, key))
+
+
+def causal_by_the_difference(emit, scores):
+    row, key = positions(emit, scores)
+    return hide(emit, scores, op.less(emit(op.subtract(key, row)), const(1, "int64")))
+
+
+def causal_added(emit, scores):
+    row, key = positions(emit, scores)
+    hidden = emit(op.where(emit(op.greater(key, row)), const(-np.inf), const(0.0)))
+    return op.add(scores, hidden)
+
+
+def causal_added_triangle(emit, scores):
+    full = emit(op.full(list(scores.ty.shape)[-2:], const(-1e9), "float32"))
+    return op.add(emit(op.triu(full, 1)), scores)
+
+
+def causal_multiplied(emit, scores):
+    ones = emit(op.ones(list(scores.ty.shape)[-2:], "float32"))
+    hidden = emit(op.subtract(const(1.0), emit(op.tril(ones, 0))))
+    return op.add(scores, emit(op.multiply(hidden, const(-1e4))))
+
+
+def causal_clamped(emit, scores):
+    low = float(np.finfo(np.float32).min)
+    return causal_compared(emit, emit(op.maximum(scores, const(low))))
+
+
+def window(emit, scores):
+    row, key = positions(emit, scores)
+    after = emit(op.greater(key, emit(op.subtract(row, const(3, "int64")))))
+    return hide(emit, scores, op.logical_and(emit(op.less_equal(key, row)), after))
+
+
+def capped(emit, scores):
+    return op.multiply(emit(op.tanh(emit(op.divide(scores, const(2.0))))), const(2.0))
+
+
+def capped_and_causal(emit, scores):
+    return causal_compared(emit, emit(capped(emit, scores)))
+
+
+CAUSAL = [
+    causal_compared,
+    causal_compared_with_the_row_first,
+    causal_by_the_difference,
+    causal_added,
+    causal_added_triangle,
+    causal_multiplied,
+    causal_clamped,
+    capped_and_causal,
+    window,
+]
+
+
+def numbers_are_kept(mod: tvm.IRModule, calls: list[str], *arrays: np.ndarray) -> Any:
+    after = dispatched(mod, strict=True)
+    assert called(after) == calls
+    np.testing.assert_allclose(run(after, *arrays), run(mod, *arrays), rtol=2e-5, atol=2e-5)
+    # TVM compares no modules, such as that which the library needs.
+    assert_structural_equal(*(m.without_attr("external_mods") for m in (dispatched(after), after)))
+    return after
+
+
+def numbers_of(mod: tvm.IRModule) -> list[float]:
+    """The causal flag, the window, the cap and the scale of the only call."""
+    found: list[float] = []
+
+    def visit(expr: rx.Expr) -> None:
+        if isinstance(expr, rx.Call) and isinstance(expr.args[0], rx.ExternFunc):
+            found.extend(x.value for x in expr.args[1].fields if hasattr(x, "value"))
+
+    rx.analysis.post_order_visit(mod["main"], visit)
+    return found
+
+
+def random(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    return [rng.standard_normal(shape).astype("float32") for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    "change", [None, capped, *CAUSAL], ids=lambda x: getattr(x, "__name__", "")
+)
+def test_scores(rng: np.random.Generator, change: Any) -> None:
+    mod = module(tensors(BNSH), of_scores(change))
+    after = numbers_are_kept(mod, [DENSE], *random(rng, *[(2, 4, 9, 32)] * 3))
+    cap = 2.0 if change in (capped, capped_and_causal) else 0.0
+    assert numbers_of(after)[:3] == [int(change in CAUSAL), 2 if change is window else -1, cap]
+
+
+def test_last_rows_of_the_keys(rng: np.random.Generator) -> None:
+    """Causal, aligned bottom-right, with symbolic lengths of rows and keys."""
+
+    def change(emit, scores):
+        n, m = list(scores.ty.shape)[-2:]
+        row = emit(op.expand_dims(emit(op.arange(m - n, m, 1, "int64")), [1]))
+        return hide(emit, scores, op.less_equal(positions(emit, scores)[1], row))
+
+    mod = module(tensors(CROSS), of_scores(change))
+    numbers_are_kept(mod, [DENSE], *random(rng, (2, 4, 3, 32), *[(2, 4, 9, 32)] * 2))
+
+
+@pytest.mark.parametrize("constant", ["boolean", "added"])
+def test_constant_triangle(rng: np.random.Generator, constant: str) -> None:
+    """A buffer of the model, as GPT-2 has, cut to the length."""
+
+    def change(emit, scores):
+        n, m = list(scores.ty.shape)[-2:]
+        seen = np.tril(np.ones((1, 1, 16, 16), bool))
+        table = rx.const(seen) if constant == "boolean" else const(np.where(seen, 0.0, -1e9))
+        cut = emit(op.strided_slice(table, [2, 3], [0, 0], [n, m], assume_inbound=True))
+        return hide(emit, scores, cut, -1e9) if constant == "boolean" else op.add(scores, cut)
+
+    shapes = {"q": (2, 4, 9, 32), "k": (2, 4, 9, 32), "v": (2, 4, 9, 32)}
+    numbers_are_kept(
+        module(tensors(shapes), of_scores(change)), [DENSE], *random(rng, *shapes.values())
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [
+        (("b", 1, 1, "m"), "last"),
+        (("b", 1, "n", "m"), "first"),
+        (("b", 4, "n", "m"), "first"),
+        (("b", 4, "n", "m"), "last"),
+        (("n", "m"), "first"),
+        ((1, "m"), "last"),
+        ((4, "n", "m"), "first"),
+    ],
+    ids=str,
+)
+def test_boolean_mask(rng: np.random.Generator, shape: tuple, heads: str) -> None:
+    layout = (
+        CROSS
+        if heads == "first"
+        else {name: (dims[0], dims[2], dims[1], dims[3]) for name, dims in CROSS.items()}
+    )
+
+    def body(emit, q, k, v, seen):
+        q, k, v = (q, k, v) if heads == "first" else heads_first(emit, q, k, v)
+        o = products(emit, q, k, v, lambda emit, scores: op.where(seen, scores, const(-1e9)))
+        return o if heads == "first" else op.permute_dims(emit(o), [0, 2, 1, 3])
+
+    sizes = {"b": 2, "n": 5, "m": 11}
+    arrays = random(rng, *[[sizes.get(dim, dim) for dim in dims] for dims in layout.values()])
+    seen = rng.random([sizes.get(dim, dim) for dim in shape]) < 0.6
+    seen[..., 0] = True  # a row that sees no key is a mean of all values in this model
+    after = numbers_are_kept(
+        module(tensors({**layout, "seen": shape}), body), [MASKED], *arrays, seen
+    )
+    assert "all masked" in rows(after)[0].reasons[0]
+
+
+def test_mask_and_causal(rng: np.random.Generator) -> None:
+    """Padding and a triangle in one tensor: the triangle is the kernel's, the padding is bits."""
+
+    def body(emit, q, k, v, seen):
+        def change(emit, scores):
+            row, key = positions(emit, scores)
+            both = emit(op.logical_and(emit(op.less_equal(key, row)), seen))
+            return op.add(scores, emit(op.where(both, const(0.0), const(-1e9))))
+
+        return products(emit, q, k, v, change)
+
+    seen = rng.random((2, 1, 1, 9)) < 0.6
+    seen[..., 0] = True
+    mod = module(tensors({**BNSH, "seen": ("b", 1, 1, "n")}), body)
+    after = numbers_are_kept(mod, [MASKED], *random(rng, *[(2, 4, 9, 32)] * 3), seen)
+    assert numbers_of(after)[:2] == [1, -1]
+
+
+def test_attention_mask_of_integers(rng: np.random.Generator) -> None:
+    """Served where the user says that it holds 0 and 1 alone."""
+
+    def body(emit, q, k, v, ints):
+        def change(emit, scores):
+            mask = emit(op.astype(emit(op.expand_dims(ints, [1, 2])), "float32"))
+            hidden = emit(op.subtract(const(1.0), mask))
+            return op.add(scores, emit(op.multiply(hidden, const(-1e9))))
+
+        return products(emit, q, k, v, change)
+
+    mod = module(tensors({**BNSH, "ints": ("b", "n")}), body)
+    with pytest.warns(FallbackWarning, match="binary_masks=True"):
+        assert_structural_equal(without_report(dispatched(mod)), mod)
+    after = dispatched(mod, binary_masks=True, strict=True)
+    assert called(after) == [MASKED]
+    arrays = random(rng, *[(2, 4, 9, 32)] * 3)
+    ints = (np.arange(9)[None] < np.array([[4], [9]])).astype("int64")
+    got, want = run(after, *arrays, ints), run(mod, *arrays, ints)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def grouped_repeat(emit, q, k, v):
+    k, v = (emit(op.repeat(x, 2, axis=1)) for x in (k, v))
+    return products(emit, q, k, v)
+
+
+def grouped_expand(emit, q, k, v):
+    b, heads, m, d = list(k.ty.shape)
+
+    def expanded(x):
+        x = emit(op.broadcast_to(emit(op.expand_dims(x, [2])), [b, heads, 2, m, d]))
+        return emit(op.reshape(x, [b, heads * 2, m, d]))
+
+    return products(emit, q, expanded(k), expanded(v))
+
+
+def grouped_products(emit, q, k, v):
+    """Five dimensions, and the product broadcasts the keys."""
+    b, _, n, d = list(q.ty.shape)
+    q = emit(op.reshape(q, [b, 2, 2, n, d]))
+    k, v = (emit(op.expand_dims(x, [2])) for x in (k, v))
+    scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 2, 4, 3]))))
+    o = emit(op.matmul(emit(op.nn.softmax(emit(op.multiply(scores, const(0.25))))), v))
+    return op.reshape(o, [b, 4, n, d])
+
+
+@pytest.mark.parametrize("form", [grouped_repeat, grouped_expand, grouped_products])
+def test_grouped_heads(rng: np.random.Generator, form: Any) -> None:
+    """The kernel gets the KV heads as they are, not repeated."""
+    shapes = {"q": ("b", 4, "n", 32), "k": ("b", 2, "m", 32), "v": ("b", 2, "m", 32)}
+    mod = module(tensors(shapes), form)
+    after = numbers_are_kept(mod, [DENSE], *random(rng, (2, 4, 5, 32), *[(2, 2, 9, 32)] * 2))
+    assert "R.repeat" not in after.script()
+    assert "R.broadcast_to" not in after.script()
+
+
+def test_one_kv_head(rng: np.random.Generator) -> None:
+    shapes = {"q": ("b", 4, "n", 32), "k": ("b", 1, "m", 32), "v": ("b", 1, "m", 32)}
+    arrays = random(rng, (2, 4, 5, 32), *[(2, 1, 9, 32)] * 2)
+    numbers_are_kept(module(tensors(shapes), products), [DENSE], *arrays)
+
+
+def test_batches_and_heads_in_one_dimension(rng: np.random.Generator) -> None:
+    """Products of three dimensions, as `bmm` takes them."""
+
+    def body(emit, q, k, v):
+        q = emit(op.multiply(q, const(0.3)))
+        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 2, 1]))))
+        return op.matmul(emit(op.nn.softmax(scores)), v)
+
+    shapes = {"q": ("bh", "n", 32), "k": ("bh", "m", 32), "v": ("bh", "m", 16)}
+    arrays = random(rng, (6, 5, 32), (6, 9, 32), (6, 9, 16))
+    numbers_are_kept(module(tensors(shapes), body), [DENSE], *arrays)
+
+
+def test_softmax_in_float32() -> None:
+    """Of a model in float16, whose weights become float16 again."""
+
+    def body(emit, q, k, v):
+        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2])), "float32"))
+        weights = emit(op.astype(emit(op.nn.softmax(scores)), "float16"))
+        return op.matmul(weights, v)
+
+    after = dispatched(module(tensors(BNSH, "float16"), body), strict=True)
+    assert called(after) == [DENSE]
+
+
+# Near misses, which must stay as they are
+
+
+def is_kept(mod: tvm.IRModule, says: str | None) -> None:
+    if says is None:
+        assert_structural_equal(dispatched(mod), mod)
+        return
+    with pytest.warns(FallbackWarning, match=says):
+        after = dispatched(mod)
+    assert_structural_equal(without_report(after), mod)
+    assert {row.status for row in rows(after)} == {"fallback"}
+
+
+def wrong_triangle(emit, scores):
+    full = emit(op.full(list(scores.ty.shape)[-2:], const(-5.0), "float32"))
+    return op.add(scores, emit(op.triu(full, 1)))
+
+
+def clamped(emit, scores):
+    return op.maximum(scores, const(-2.0))
+
+
+def replaced_by_zero(emit, scores):
+    row, key = positions(emit, scores)
+    return hide(emit, scores, op.less_equal(key, row), 0.0)
+
+
+def masked_before_the_cap(emit, scores):
+    return capped(emit, emit(causal_compared(emit, scores)))
+
+
+def of_other_positions(emit, scores):
+    """Key twice the row: affine, and no diagonal."""
+    row, key = positions(emit, scores)
+    return hide(emit, scores, op.less_equal(emit(op.add(key, key)), row))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (wrong_triangle, "added to scores"),
+        (clamped, "clamped"),
+        (replaced_by_zero, "do not hide"),
+        (masked_before_the_cap, "before they are capped"),
+        (lambda emit, scores: op.subtract(scores, const([1.0] * 9)), "subtracted"),
+        (lambda emit, scores: op.exp(scores), None),
+    ],
+    ids=str,
+)
+def test_other_changes_of_scores(change: Any, says: str | None) -> None:
+    shapes = {name: (2, 4, 9, 32) for name in "qkv"}
+    is_kept(module(tensors(shapes), of_scores(change)), says)
+
+
+def test_positions_that_are_no_diagonal(rng: np.random.Generator) -> None:
+    """They become bits, and keep their meaning."""
+    mod = module(tensors(BNSH), of_scores(of_other_positions))
+    numbers_are_kept(mod, [MASKED], *random(rng, *[(2, 4, 9, 32)] * 3))
+
+
+def softmax_over_rows(emit, q, k, v):
+    scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
+    return op.matmul(emit(op.nn.softmax(scores, axis=-2)), v)
+
+
+def scores_transposed(emit, q, k, v):
+    scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
+    turned = emit(op.permute_dims(scores, [0, 1, 3, 2]))
+    return op.matmul(emit(op.nn.softmax(turned)), v)
+
+
+def heads_mixed(emit, q, k, v):
+    """The weights of one head for the values of another."""
+    scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
+    return op.matmul(emit(op.permute_dims(emit(op.nn.softmax(scores)), [1, 0, 2, 3])), v)
+
+
+def weights_without_scores(emit, q, k, v):
+    return op.matmul(
+        emit(op.nn.softmax(emit(op.add(q, q)))), emit(op.permute_dims(k, [0, 1, 3, 2]))
+    )
+
+
+@pytest.mark.parametrize(
+    "form", [softmax_over_rows, scores_transposed, heads_mixed, weights_without_scores]
+)
+def test_what_is_no_attention(form: Any) -> None:
+    """Left alone and not reported: all sizes are equal, so that only the meaning differs."""
+    shapes = {name: (4, 4, 8, 8) for name in "qkv"}
+    is_kept(module(tensors(shapes), form), None)
+
+
+@pytest.mark.parametrize("used", ["scores", "weights"])
+def test_shared_intermediate(used: str) -> None:
+    def body(emit, q, k, v):
+        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
+        weights = emit(op.nn.softmax(scores))
+        o = emit(op.matmul(weights, v))
+        return rx.Tuple([o, scores if used == "scores" else weights])
+
+    is_kept(module(tensors(BNSH), body), "used elsewhere")
+
+
+def test_dropout() -> None:
+    def body(emit, q, k, v):
+        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
+        dropped = emit(op.nn.dropout(emit(op.nn.softmax(scores)), 0.1))
+        return op.matmul(emit(rx.TupleGetItem(dropped, 0)), v)
+
+    is_kept(module(tensors(BNSH), body), "dropout")
+
+
+def test_scale_that_is_no_constant() -> None:
+    def body(emit, q, k, v, x):
+        return products(emit, q, k, v, lambda emit, scores: op.multiply(scores, x))
+
+    is_kept(module(tensors({**BNSH, "x": ()}), body), "scale of scores is not a constant")
+
+
+def test_unequal_heads() -> None:
+    """Repeated in another order than kernels have: head h of queries has KV head h % 2."""
+
+    def body(emit, q, k, v):
+        def tiled(x):
+            return emit(op.concat([x, x], axis=1))
+
+        k, v = tiled(k), emit(op.repeat(v, 2, axis=1))
+        return products(emit, q, k, v)
+
+    shapes = {"q": ("b", 4, "n", 32), "k": ("b", 2, "m", 32), "v": ("b", 2, "m", 32)}
+    is_kept(module(tensors(shapes), body), "4 heads of keys and 2 of values")
+
+
+def test_tiled_heads_are_not_taken_for_repeated_ones(rng: np.random.Generator) -> None:
+    """Broadcast before the heads, not after them."""
+
+    def tiled(emit, q, k, v):
+        b, heads, m, d = list(k.ty.shape)
+
+        def expanded(x):
+            x = emit(op.broadcast_to(emit(op.expand_dims(x, [1])), [b, 2, heads, m, d]))
+            return emit(op.reshape(x, [b, 2 * heads, m, d]))
+
+        return products(emit, q, expanded(k), expanded(v))
+
+    shapes = {"q": ("b", 4, "n", 32), "k": ("b", 2, "m", 32), "v": ("b", 2, "m", 32)}
+    after = numbers_are_kept(
+        module(tensors(shapes), tiled),
+        [DENSE],
+        *random(rng, (2, 4, 5, 32), *[(2, 2, 9, 32)] * 2),
+    )
+    assert "R.broadcast_to" in after.script()
+
+
+def test_mask_of_heads_that_are_grouped() -> None:
+    def body(emit, q, k, v, seen):
+        k, v = (emit(op.repeat(x, 2, axis=1)) for x in (k, v))
+        return products(emit, q, k, v, lambda e, scores: op.where(seen, scores, const(-np.inf)))
+
+    shapes = {"q": ("b", 4, "n", 32), "k": ("b", 2, "n", 32), "v": ("b", 2, "n", 32)}
+    mod = module(tensors({**shapes, "seen": ("b", 4, "n", "n")}), body)
+    is_kept(mod, "differs between heads")
+
+
+def test_result_of_another_dtype() -> None:
+    def body(emit, q, k, v):
+        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2])), "float32"))
+        return op.matmul(emit(op.nn.softmax(scores)), emit(op.astype(v, "float32")))
+
+    is_kept(module(tensors(BNSH, "float16"), body), "the result is not")
+
+
+@pytest.mark.parametrize("bias", ["seen", "numbers"])
+def test_bias_of_the_operator(rng: np.random.Generator, bias: str) -> None:
+    """`nn.attention_bias`: what hides keys is served, other numbers are not."""
+
+    def body(emit, q, k, v, seen=None, numbers=None):
+        if seen is not None:
+            numbers = emit(op.where(seen, const(0.0), const(-np.inf)))
+        return op.nn.attention(q, k, v, numbers, 0.25)
+
+    mod = module(tensors({**BSNH, bias: ("b", 1, "n", "n")}), body)
+    if bias == "numbers":
+        is_kept(mod, "tensor numbers is added to scores")
+        return
+    seen = rng.random((2, 1, 9, 9)) < 0.6
+    seen[..., 0] = True
+    numbers_are_kept(mod, [MASKED], *random(rng, *[(2, 9, 4, 32)] * 3), seen)
+
+
+def test_bias_with_top_left_and_more_keys(rng: np.random.Generator) -> None:
+    """Keys, values and the mask are cut to the first keys."""
+
+    def body(emit, q, k, v, seen):
+        bias = emit(op.where(seen, const(0.0), const(-np.inf)))
+        return op.nn.attention(q, k, v, bias, 0.25, "TopLeft")
+
+    shapes = {"q": (2, 3, 4, 32), "k": (2, 7, 4, 32), "v": (2, 7, 4, 32), "seen": (2, 1, 3, 7)}
+    seen = rng.random((2, 1, 3, 7)) < 0.6
+    seen[..., 0] = True
+    arrays = random(rng, *[shapes[name] for name in "qkv"])
+    numbers_are_kept(module(tensors(shapes), body), [MASKED], *arrays, seen)
