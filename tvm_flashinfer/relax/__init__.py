@@ -19,6 +19,7 @@ from tvm_flashinfer.relax.config import KVCacheCallError, PagedKVCacheConfig, pa
 from tvm_flashinfer.relax.dispatch_attention import DispatchAttention
 from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
 from tvm_flashinfer.relax.kv_cache import FlashInferPagedKVCache
+from tvm_flashinfer.relax.patterns import attention_patterns, partition_for_flashinfer
 from tvm_flashinfer.relax.pipeline import flashinfer_pipeline
 from tvm_flashinfer.relax.report import CompileReport, ReportRow, last_report, read_report
 from tvm_flashinfer.relax.strict import FallbackWarning, StrictModeError, set_strict_mode
@@ -35,9 +36,11 @@ __all__ = [
     "ReportRow",
     "StrictModeError",
     "UnsupportedConfigError",
+    "attention_patterns",
     "flashinfer_pipeline",
     "last_report",
     "parse_generic_call",
+    "partition_for_flashinfer",
     "read_report",
     "set_strict_mode",
     "unsupported_reasons",

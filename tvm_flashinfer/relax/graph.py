@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,17 @@ class Graph:
         self._values: dict[rx.Var, rx.Expr] = {}
         self._users: dict[rx.Var, list[rx.Var | None]] = {}
         rx.analysis.post_order_visit(function, self._visit)
+
+    @classmethod
+    def of_values(
+        cls, values: Mapping[rx.Var, rx.Expr], users: Mapping[rx.Var, Sequence[rx.Var]]
+    ) -> Graph:
+        """Return the graph of variables whose values and users are known already."""
+        graph = cls.__new__(cls)
+        graph.bindings = [rx.VarBinding(var, value) for var, value in values.items()]
+        graph._values = dict(values)
+        graph._users = {var: list(uses) for var, uses in users.items()}
+        return graph
 
     def _visit(self, expr: rx.Expr) -> None:
         if not isinstance(expr, rx.SeqExpr):
