@@ -25,7 +25,12 @@ HEADS, KV_HEADS, LAYERS = 8, 2, 2
 
 
 def build(
-    target: tvm.target.Target, dtype: str, head_dim: int, rope_mode: RopeMode, folder: Path
+    target: tvm.target.Target,
+    dtype: str,
+    head_dim: int,
+    rope_mode: RopeMode,
+    folder: Path,
+    ship: str | None = None,
 ) -> Any:
     """Compile a module that is nothing but attention through the cache."""
 
@@ -47,7 +52,7 @@ def build(
                 "mha", max_batch_size, max_total_seq_len, prefill_chunk_size, page_size,
                 support_sliding_window, relax.ShapeExpr([0, LAYERS]), LAYERS, HEADS, KV_HEADS,
                 head_dim, head_dim, 0, 0, rope_mode, 1.0, 10000.0, {}, relax.prim_value(0),
-                head_dim, False, dtype, target,
+                head_dim, False, dtype, target, ship=ship,
             )  # fmt: skip
             self.extern_mods = cache.extern_mods
             return cache
