@@ -7,6 +7,7 @@ where the package is installed, through TVM's entry points. `tvm_flashinfer.rela
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from tvm_flashinfer import _native
 from tvm_flashinfer.contract import UnsupportedTVMError, check_contract
@@ -30,7 +31,17 @@ def _register() -> None:
             check_contract()
         except UnsupportedTVMError as error:
             raise ImportError(f"tvm_flashinfer cannot be used: {error}") from error
-    _native.load()
+    try:
+        _native.load()
+    except ImportError:
+        # `doctor` tells what is wrong, most of all where the package cannot be imported.
+        if not _is_command_line():
+            raise
+
+
+def _is_command_line() -> bool:
+    program = Path(sys.argv[0]).name if sys.argv else ""
+    return program == "tvm-flashinfer" or sys.orig_argv[1:3] == ["-m", "tvm_flashinfer"]
 
 
 _register()

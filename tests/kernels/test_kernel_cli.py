@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from build_sandbox import compilations
 from click.testing import CliRunner
 
+import tvm_flashinfer
 from tvm_flashinfer.cli import main
 
 
@@ -105,6 +111,30 @@ def test_doctor_where_everything_is_broken(monkeypatch, tmp_path):
     assert "problem: no-such-nvcc is not a working nvcc" in result.stdout
     assert "does not hold FlashInfer's headers" in result.stdout
     assert "is not a folder" in result.stdout
+
+
+def test_doctor_of_a_package_without_its_library(tmp_path):
+    """It is what tells that, so it runs where the package cannot be imported."""
+    package = Path(tvm_flashinfer.__file__).parent
+    shutil.copytree(
+        package, tmp_path / "tvm_flashinfer", ignore=shutil.ignore_patterns("lib", "__pycache__")
+    )
+
+    def run(*arguments):
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    done = run("-c", "import tvm_flashinfer")
+    assert done.returncode == 1
+    assert "the native library of this package was not built" in done.stderr
+    done = run("-m", "tvm_flashinfer", "doctor")
+    assert done.returncode == 1
+    assert "problem: " in done.stdout
+    assert "the native library of this package was not built" in done.stdout
+    assert "python" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["doctor", "support", "report", "build"])

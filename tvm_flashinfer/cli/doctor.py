@@ -13,7 +13,7 @@ from tvm_flashinfer.kernels.environment import environment
 @exit_statuses(
     {
         0: "the package can be used here, even when something to compile kernels is missing",
-        1: "the installed TVM calls the functions of its KV cache in another way",
+        1: "it cannot: its native library is not there, or TVM calls its functions otherwise",
         2: "the command was used wrongly",
     }
 )
@@ -31,7 +31,7 @@ def doctor(as_json: bool) -> None:
         echo_json(found)
     else:
         _print_environment(found)
-    if contract is not None and not contract["fits"]:
+    if found["native_library"] is None or (contract is not None and not contract["fits"]):
         raise SystemExit(1)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from tvm_flashinfer.kernels.cache import KernelCache
 from tvm_flashinfer.kernels.errors import KernelError, UnsupportedKernelError
 from tvm_flashinfer.kernels.headers import FLASHINFER_VERSION, find_headers
-from tvm_flashinfer.kernels.paths import lib_dir
+from tvm_flashinfer.kernels.paths import lib_dir, native_library
 from tvm_flashinfer.kernels.spec import ARCHS, DEFAULT_ARCHS, arch_for_capability, parse_archs
 from tvm_flashinfer.kernels.toolchain import find_cxx, find_nvcc, missing_tools
 
@@ -111,14 +111,15 @@ def environment() -> dict[str, Any]:
     Returns
     -------
     environment : dict
-        Versions of this package, TVM and the tools; how TVM's cache calls its functions; what MLC
-        LLM is given when it imports TVM; where the headers and the cache are; the GPUs; and
-        ``problems``, what keeps kernels from being built here. Parts that could not be found out
-        are None.
+        Versions of this package, TVM and the tools; the native library; how TVM's cache calls its
+        functions; what MLC LLM is given when it imports TVM; where the headers and the cache are;
+        the GPUs; and ``problems``, what keeps kernels from being built here. Parts that could not
+        be found out are None.
     """
     problems: list[str] = []
     return {
         "tvm_flashinfer": _version("tvm-flashinfer"),
+        "native_library": _guarded(_native_library, problems),
         "apache_tvm_ffi": _version("apache-tvm-ffi"),
         "tvm": _guarded(_tvm, problems),
         "tvm_contract": _guarded(_contract, problems),
@@ -154,6 +155,14 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _native_library() -> str:
+    """The library with the functions, loaded unless the package is turned off."""
+    from tvm_flashinfer import _native
+    from tvm_flashinfer.hooks import turned_off
+
+    return str(native_library() if turned_off() else _native.load())
 
 
 def _tvm() -> str | None:
