@@ -27,6 +27,15 @@ foreach(_file libflashinfer_tvm.a libtvm_flashinfer.so)
     endif()
 endforeach()
 
+# Prebuilt kernels, for tvm_flashinfer::LoadKernels; not found where the package has none.
+find_file(
+    tvm_flashinfer_KERNELS
+    libtvm_flashinfer_kernels.so
+    PATHS "${_tvm_flashinfer_lib}/kernels/prebuilt"
+    NO_DEFAULT_PATH
+    DOC "The library of prebuilt CUDA kernels of tvm_flashinfer"
+)
+
 if(NOT TARGET tvm_flashinfer::flashinfer_tvm)
     set(_tvm_flashinfer_uses
         "tvm_flashinfer::tvm_ffi;Threads::Threads;${CMAKE_DL_LIBS}"

@@ -48,10 +48,10 @@ def load() -> Path:
 
 @functools.cache
 def _load_prebuilt_kernels() -> None:
-    """Load the kernel libraries that lie in ``lib/kernels``, built ahead of time."""
-    from tvm_flashinfer.kernels.paths import lib_dir
+    """Load the kernels that need no compiler: prebuilt ones, and libraries in ``lib/kernels``."""
+    from tvm_flashinfer.kernels.prebuilt import libraries_to_load
 
-    for library in sorted((lib_dir() / "kernels").glob("*.so")):
+    for library in libraries_to_load():
         tvm_ffi.get_global_func("flashinfer.load_kernels")(str(library))
 
 

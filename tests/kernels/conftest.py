@@ -15,7 +15,8 @@ from tvm_flashinfer.kernels.spec import KINDS
 
 @pytest.fixture
 def cache_dir(tmp_path, monkeypatch) -> Path:
-    """An empty cache that is not the user's."""
+    """An empty cache that is not the user's, and no prebuilt kernels."""
+    monkeypatch.setenv("TVM_FLASHINFER_PREBUILT_DIR", str(tmp_path / "prebuilt"))
     folder = tmp_path / "cache"
     monkeypatch.setenv("TVM_FLASHINFER_CACHE_DIR", str(folder))
     return folder

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import click
 
 from tvm_flashinfer.cli.output import exit_statuses, guarded
-from tvm_flashinfer.kernels.build import build_library, print_progress
+from tvm_flashinfer.kernels.build import build_library, build_prebuilt, print_progress
 from tvm_flashinfer.kernels.environment import default_archs
 from tvm_flashinfer.kernels.errors import UnsupportedKernelError
+from tvm_flashinfer.kernels.prebuilt import PREBUILT_VARIABLE
 from tvm_flashinfer.kernels.spec import (
     DTYPES,
     FLOAT8_DTYPES,
@@ -78,6 +79,13 @@ _DEFAULT_PRESET = "fp16-d128"
     metavar="N",
     help="Compilers to run at once. Default: as many as the processors and the memory allow.",
 )
+@click.option(
+    "--prebuilt",
+    "prebuilt",
+    is_flag=True,
+    help="Put the kernels into the package, or into the folder that the environment variable "
+    f"{PREBUILT_VARIABLE} names. Models that need no others are compiled without nvcc then.",
+)
 @click.option("--dry-run", is_flag=True, help="List the kernels; build nothing.")
 def build(
     preset: str | None,
@@ -86,6 +94,7 @@ def build(
     kv_dtypes: Sequence[str],
     archs: Sequence[str],
     jobs: int | None,
+    prebuilt: bool,
     dry_run: bool,
 ) -> None:
     """Compile kernels ahead of time.
@@ -94,7 +103,9 @@ def build(
 
         tvm-flashinfer build --dtype bfloat16 --head-dim 128 --arch 90a
 
-    Kernels that were compiled before are not compiled again.
+    Kernels that were compiled before are not compiled again. What a release ships is made by
+
+        tvm-flashinfer build --preset all --arch 80,90a --prebuilt
     """
     if preset and (dtypes or head_dims or kv_dtypes):
         raise click.UsageError("--preset names dtypes and head dimensions; give one or the other.")
@@ -108,9 +119,10 @@ def build(
     if dry_run:
         return
     start = time.monotonic()
-    library = guarded(lambda: build_library(specs, jobs, print_progress))
+    make = build_prebuilt if prebuilt else build_library
+    made = guarded(lambda: make(specs, jobs, print_progress))
     seconds = time.monotonic() - start
-    click.echo(f"{len(specs)} kernels ready in {seconds:.1f} s: {library}")
+    click.echo(f"{len(specs)} kernels ready in {seconds:.1f} s: {made}")
 
 
 def _choose(

@@ -74,13 +74,15 @@ def _echo_kernels(found: dict[str, Any]) -> None:
     """Print which kernels need no compiler any more."""
     prebuilt, cache = found["prebuilt_kernels"], found["cache"]
     for title, folder, names in (
-        ("prebuilt kernels", prebuilt, prebuilt and prebuilt["files"]),
+        ("prebuilt kernels", prebuilt, prebuilt and prebuilt["kernels"] + prebuilt["libraries"]),
         ("compiled kernels", cache, cache and cache["kernels"]),
     ):
         where = folder["path"] if folder else "no folder"
         click.echo(f"{title} in {where}: {len(names or ())}")
         for name in names or ():
             click.echo(f"  {name}")
+    if prebuilt and prebuilt["unused"]:
+        click.echo(f"  {prebuilt['unused']}")
 
 
 def _echo_mlc_llm(changes: list[dict[str, Any]]) -> None:

@@ -11,7 +11,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tvm_flashinfer.kernels.build import build_library, build_model_object, build_objects
+    from tvm_flashinfer.kernels.build import (
+        build_library,
+        build_model_object,
+        build_objects,
+        build_prebuilt,
+    )
     from tvm_flashinfer.kernels.cache import KernelCache
     from tvm_flashinfer.kernels.environment import default_archs, device_arch
     from tvm_flashinfer.kernels.errors import (
@@ -48,6 +53,7 @@ __all__ = [
     "build_library",
     "build_model_object",
     "build_objects",
+    "build_prebuilt",
     "default_archs",
     "device_arch",
     "ensure_library",
@@ -59,7 +65,7 @@ __all__ = [
 
 # Imported when first asked for: `import tvm` imports this package, and seldom builds kernels.
 _MODULES = {
-    "build": ("build_library", "build_model_object", "build_objects"),
+    "build": ("build_library", "build_model_object", "build_objects", "build_prebuilt"),
     "cache": ("KernelCache",),
     "environment": ("default_archs", "device_arch"),
     "errors": (

@@ -1,13 +1,12 @@
 """Building kernels: object files from specs, and libraries and model objects from those.
 
 Everything is kept in the cache under the hash of what it is made from, so that the second call with
-the same specs, sources, headers and compilers builds nothing.
+the same specs, sources, headers and compilers builds nothing. Where all specs are among prebuilt
+kernels, nothing is compiled either, and nvcc is not needed.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,19 +17,22 @@ from threading import Lock
 
 from tvm_flashinfer.kernels import commands
 from tvm_flashinfer.kernels.cache import KernelCache, digest, file_digest
-from tvm_flashinfer.kernels.errors import (
-    KernelBuildError,
-    KernelError,
-    ToolchainError,
-    UnsupportedKernelError,
-)
+from tvm_flashinfer.kernels.errors import ToolchainError, UnsupportedKernelError
 from tvm_flashinfer.kernels.headers import Headers, find_headers, get_headers
 from tvm_flashinfer.kernels.jobs import default_jobs
+from tvm_flashinfer.kernels.model_object import ModelParts, link_model_object
 from tvm_flashinfer.kernels.paths import csrc_dir
 from tvm_flashinfer.kernels.paths import static_library as packaged_static_library
-from tvm_flashinfer.kernels.process import Runner, probe
+from tvm_flashinfer.kernels.prebuilt import (
+    Prebuilt,
+    find_prebuilt,
+    headers_digest,
+    unit_source,
+    write_prebuilt,
+)
+from tvm_flashinfer.kernels.process import Runner
 from tvm_flashinfer.kernels.spec import KernelSpec, check_same_archs, check_supported
-from tvm_flashinfer.kernels.toolchain import Toolchain, find_gnu_ld, find_toolchain, missing_tools
+from tvm_flashinfer.kernels.toolchain import Toolchain, find_toolchain
 
 Progress = Callable[[str], None]
 
@@ -40,7 +42,6 @@ _FORMAT = 1
 #: Symbols that a model library may see: what TVM looks packed functions up by.
 MODEL_SYMBOLS = ("__tvm_ffi_flashinfer.*",)
 
-_HEADER_SUFFIXES = (".h", ".cuh", ".hpp", ".inc")
 _PLUGIN_SOURCES = ("kernels/cuda/plugin.cc", "kernels/cuda/kernel_table.cc")
 
 
@@ -80,7 +81,10 @@ def build_objects(
     KernelBuildError
         A compiler failed. The other compilers are stopped, and units that were finished are kept.
     """
-    build = _Build.prepare(specs, jobs, progress)
+    wanted = _checked(specs)
+    if found := _prebuilt(wanted, progress):
+        return found.objects(wanted)
+    build = _Build.prepare(wanted, jobs, progress)
     with build.cache.in_use():
         return build.objects()
 
@@ -98,9 +102,12 @@ def find_objects(specs: Iterable[KernelSpec]) -> dict[KernelSpec, Path]:
     UnsupportedKernelError, ToolchainError, HeadersError, CacheError
         As `build_objects`: where nothing can be compiled it is not known what would be used.
     """
+    wanted = _checked(specs)
+    if found := _prebuilt(wanted, None):
+        return found.objects(wanted)
     if find_headers() is None:
         return {}
-    return _Build.prepare(specs, None, None).cached()
+    return _Build.prepare(wanted, None, None).cached()
 
 
 def build_library(
@@ -121,16 +128,50 @@ def build_library(
     Returns
     -------
     library : Path
-        The ``.so`` file.
+        The ``.so`` file. Of prebuilt kernels, the one that holds all of them.
 
     Raises
     ------
     KernelError
         As `build_objects`.
     """
-    build = _Build.prepare(specs, jobs, progress, link=True)
+    wanted = _checked(specs, link=True)
+    if found := _prebuilt(wanted, progress):
+        return found.library
+    build = _Build.prepare(wanted, jobs, progress)
     with build.cache.in_use():
         return build.library()
+
+
+def build_prebuilt(
+    specs: Iterable[KernelSpec],
+    jobs: int | None = None,
+    progress: Progress | None = print_progress,
+) -> Path:
+    """Build a set of prebuilt kernels, with which later compiles of models need no nvcc.
+
+    It takes the place of the set that is there. All units must be compiled for the same
+    architectures.
+
+    Parameters
+    ----------
+    specs, jobs, progress
+        As for `build_objects`.
+
+    Returns
+    -------
+    folder : Path
+        What `tvm_flashinfer.kernels.prebuilt.prebuilt_dir` returns. It may be copied to another
+        machine.
+
+    Raises
+    ------
+    KernelError
+        As `build_objects`, and when the folder cannot be written.
+    """
+    build = _Build.prepare(_checked(specs, link=True), jobs, progress)
+    with build.cache.in_use():
+        return write_prebuilt(build.objects(), build.library(), build.toolchain, build.csrc)
 
 
 def build_model_object(
@@ -170,9 +211,58 @@ def build_model_object(
         As `build_objects`.
     """
     archive = packaged_static_library() if static_library is None else static_library
-    build = _Build.prepare(specs, jobs, progress, link=True, model_object=True)
+    wanted = _checked(specs, link=True)
+    if found := _prebuilt(wanted, progress):
+        objects = found.objects(wanted)
+        units, runtime = [found.object_digest(spec) for spec in wanted], found.cudart_static
+        parts = ModelParts(units, objects.values, runtime, archive, exports_object, keep)
+        return link_model_object(parts, KernelCache(), Runner(), progress)
+    build = _Build.prepare(wanted, jobs, progress, model_object=True)
+    units, runtime = list(build.keys.values()), build.toolchain.cudart_static
+
+    def compiled() -> Iterable[Path]:
+        return build.objects().values()
+
+    parts = ModelParts(units, compiled, runtime, archive, exports_object, keep)
     with build.cache.in_use():
-        return build.model_object(archive, exports_object, keep)
+        return link_model_object(parts, build.cache, build.runner, build.tell)
+
+
+def _checked(specs: Iterable[KernelSpec], *, link: bool = False) -> list[KernelSpec]:
+    """Return the specs without repeats, or raise when there is no kernel for one of them."""
+    wanted = list(dict.fromkeys(specs))
+    if not wanted:
+        raise UnsupportedKernelError(["no kernel is named; name at least one spec"])
+    check_supported(wanted)
+    if link:
+        check_same_archs(wanted)
+    return wanted
+
+
+def _prebuilt(specs: Sequence[KernelSpec], progress: Progress | None) -> Prebuilt | None:
+    """Return the prebuilt kernels when they serve every spec.
+
+    Some of them beside compiled ones would not do: units of one library have one list of
+    architectures.
+    """
+    found, _ = find_prebuilt(csrc_dir())
+    if found is None or found.lacks(specs):
+        return None
+    if progress is not None:
+        count = f"{len(specs)} prebuilt kernel{'s' if len(specs) > 1 else ''}"
+        progress(f"using {count} of {found.root}, compiled by nvcc {found.nvcc}")
+    return found
+
+
+def _toolchain(specs: Sequence[KernelSpec], model_object: bool) -> Toolchain:
+    """Return the toolchain, or raise and tell also why no prebuilt kernels serve in its place."""
+    try:
+        return find_toolchain(model_object=model_object)
+    except ToolchainError as error:
+        found, why = find_prebuilt(csrc_dir())
+        if found is not None:
+            why = f"the prebuilt kernels in {found.root} lack {', '.join(found.lacks(specs))}"
+        raise ToolchainError([*error.missing, f"{why}."]) from error
 
 
 @dataclass
@@ -192,25 +282,18 @@ class _Build:
     @classmethod
     def prepare(
         cls,
-        specs: Iterable[KernelSpec],
+        wanted: Sequence[KernelSpec],
         jobs: int | None,
         progress: Progress | None,
         *,
-        link: bool = False,
         model_object: bool = False,
     ) -> _Build:
-        wanted = list(dict.fromkeys(specs))
-        if not wanted:
-            raise UnsupportedKernelError(["no kernel is named; name at least one spec"])
-        check_supported(wanted)
-        if link:
-            check_same_archs(wanted)
-        toolchain = find_toolchain(model_object=model_object)
+        toolchain = _toolchain(wanted, model_object)
         toolchain.check_archs(wanted)
         cache = KernelCache()
         headers = get_headers(cache, progress)
         build = cls(wanted, jobs, progress, cache, toolchain, headers, csrc_dir())
-        sources = build.sources_digest()
+        sources = headers_digest(build.csrc)
         build.keys = {spec: build.object_key(spec, sources) for spec in wanted}
         return build
 
@@ -218,21 +301,11 @@ class _Build:
         if self.progress is not None:
             self.progress(line)
 
-    def sources_digest(self) -> str:
-        """Return the hash of every header of ours that a unit may include."""
-        root = self.csrc / "kernels"
-        found = [*root.glob("*"), *(root / "cuda").rglob("*")]
-        files = sorted(path for path in found if path.suffix in _HEADER_SUFFIXES)
-        return digest({path.relative_to(root).as_posix(): file_digest(path) for path in files})
-
     def object_key(self, spec: KernelSpec, sources: str) -> str:
-        unit = self.csrc / spec.source
-        if not unit.is_file():
-            raise KernelError(f"the source of {spec.name} is missing: {unit}")
         return digest(
             {
                 "format": _FORMAT,
-                "unit": file_digest(unit),
+                "unit": file_digest(unit_source(self.csrc, spec)),
                 "sources": sources,
                 "flags": commands.nvcc_flags(spec, self.toolchain),
                 "tools": self.toolchain.fingerprint,
@@ -309,7 +382,7 @@ class _Build:
             {
                 "format": _FORMAT,
                 "objects": sorted(self.keys.values()),
-                "sources": [self.sources_digest(), *map(file_digest, sources)],
+                "sources": [headers_digest(self.csrc), *map(file_digest, sources)],
                 "exports": commands.LIBRARY_EXPORTS,
                 "command": commands.link_library([], [], self.toolchain, nothing, nothing, nothing),
                 "tools": self.toolchain.fingerprint,
@@ -328,45 +401,3 @@ class _Build:
             self.runner.run(name, command, output.parent)
 
         return self.cache.get_or_build("libraries", name, key, ".so", link, self.tell)[0]
-
-    def model_object(self, archive: Path, exports: Path | None, keep: Sequence[str]) -> Path:
-        """Return the object file of the specs for a model library."""
-        linker, objcopy = find_gnu_ld(), shutil.which("objcopy")
-        if linker is None or objcopy is None:
-            raise ToolchainError(missing_tools(model_object=True))
-        name = "tvm_flashinfer_model"
-        others = [archive, self.toolchain.cudart_static, *([] if exports is None else [exports])]
-        nothing = Path()
-        key = digest(
-            {
-                "format": _FORMAT,
-                "objects": sorted(self.keys.values()),
-                "others": [file_digest(path) for path in others],
-                "linker": probe([linker, "--version"]),
-                "commands": [
-                    commands.merge_objects(nothing, [], nothing, nothing, nothing),
-                    commands.keep_symbols("", keep, nothing),
-                ],
-            }
-        )
-        if path := self.cache.lookup("models", name, key, ".o"):
-            return path
-        objects = [*self.objects().values(), *([] if exports is None else [exports.absolute()])]
-
-        def merge(output: Path) -> None:
-            runtime = self.toolchain.cudart_static
-            command = commands.merge_objects(linker, objects, archive.absolute(), runtime, output)
-            self.runner.run(name, command, output.parent)
-            check_closed(output, command)
-            command = commands.keep_symbols(objcopy, keep, output)
-            self.runner.run(name, command, output.parent)
-
-        return self.cache.get_or_build("models", name, key, ".o", merge, self.tell)[0]
-
-
-def check_closed(path: Path, command: Sequence[str] = ()) -> None:
-    """Raise `KernelBuildError` when an object file needs a symbol of the CUDA runtime."""
-    listing = probe(["nm", "-u", path]) or ""
-    missing = sorted(set(re.findall(r"\bU (_*cuda\w+)", listing)))
-    if missing:
-        raise KernelBuildError(path.name, command, "left undefined: " + ", ".join(missing), 1)

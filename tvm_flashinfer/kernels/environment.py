@@ -17,6 +17,7 @@ from tvm_flashinfer.kernels.cache import KernelCache
 from tvm_flashinfer.kernels.errors import KernelError, UnsupportedKernelError
 from tvm_flashinfer.kernels.headers import FLASHINFER_VERSION, find_headers
 from tvm_flashinfer.kernels.paths import lib_dir, native_library
+from tvm_flashinfer.kernels.prebuilt import find_prebuilt, prebuilt_dir
 from tvm_flashinfer.kernels.spec import ARCHS, DEFAULT_ARCHS, arch_for_capability, parse_archs
 from tvm_flashinfer.kernels.toolchain import find_cxx, find_nvcc, missing_tools
 
@@ -213,10 +214,19 @@ def _flashinfer() -> dict[str, str] | None:
 
 
 def _prebuilt() -> dict[str, Any]:
-    """What came with the package or was put beside it, and is loaded without a compiler."""
-    folder = lib_dir() / "kernels"
-    files = [path.name for path in folder.glob("*") if path.suffix in (".so", ".o", ".a")]
-    return {"path": str(folder), "files": sorted(files)}
+    """What came with the package or was put beside it, and is loaded without a compiler.
+
+    ``unused`` says why there are no prebuilt kernels; empty when there are some.
+    """
+    found, why = find_prebuilt()
+    by_hand = [path.name for path in (lib_dir() / "kernels").glob("*.so")]
+    return {
+        "path": str(prebuilt_dir()),
+        "unused": why,
+        "nvcc": None if found is None else found.nvcc,
+        "kernels": [] if found is None else found.names,
+        "libraries": sorted(by_hand),
+    }
 
 
 def _cache() -> dict[str, Any]:

@@ -162,11 +162,16 @@ def missing_tools(*, model_object: bool = False) -> list[str]:
         )
     if find_cxx() is None:
         missing.append("a C++ compiler is missing: install g++, or set CUDAHOSTCXX to one.")
-    if model_object:
-        if find_gnu_ld() is None:
-            missing.append("GNU ld is missing: install binutils. Other linkers do not fit.")
-        if shutil.which("objcopy") is None:
-            missing.append("objcopy is missing: install binutils.")
+    return missing + (missing_binutils() if model_object else [])
+
+
+def missing_binutils() -> list[str]:
+    """Return what keeps the object of a model from being linked here, one sentence each."""
+    missing = []
+    if find_gnu_ld() is None:
+        missing.append("GNU ld is missing: install binutils. Other linkers do not fit.")
+    if shutil.which("objcopy") is None:
+        missing.append("objcopy is missing: install binutils.")
     return missing
 
 
