@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 
@@ -97,6 +98,13 @@ def defined(path, *flags):
     return {line.split()[-1] for line in run("nm", "--defined-only", *flags, path).splitlines()}
 
 
+def machine_code(path):
+    """Return the architectures that a library holds code for."""
+    cuobjdump = toolchain.find_nvcc().path.with_name("cuobjdump")
+    listing = run(cuobjdump if cuobjdump.exists() else "cuobjdump", "--list-elf", path)
+    return set(re.findall(r"sm_\d+a?", listing))
+
+
 SPECS = [KernelSpec("common"), KernelSpec("batch_decode", "float16", 128)]
 
 
@@ -123,8 +131,12 @@ def test_model_object(cuda_sandbox, archive, tmp_path):
 
     # As TVM's export_library links. Two in one process have nothing in common.
     for name in ("one.so", "two.so"):
-        run("g++", "-shared", "-fPIC", "-o", name, model, cwd=tmp_path)
-        assert "cuda" not in run("readelf", "-d", tmp_path / name)
+        run("g++", "-shared", "-fPIC", "-Wl,--no-undefined", "-o", name, model, cwd=tmp_path)
+        assert defined(tmp_path / name, "-D") == {"__tvm_ffi_flashinfer.test_op"}
+        needed = re.findall(r"NEEDED.*\[(\w+)", run("readelf", "-d", tmp_path / name))
+        system = {"libstdc", "libm", "libgcc_s", "libc", "libdl", "librt", "libpthread", "ld"}
+        assert set(needed) <= system
+    assert machine_code(tmp_path / "one.so") == {"sm_80", "sm_90a"}
     one, two = (load(tmp_path / name) for name in ("one.so", "two.so"))
     first = one["__tvm_ffi_flashinfer.test_op"](0)
     assert first in (302, 303)  # the unit's own copy of the variable, or one merged in the link

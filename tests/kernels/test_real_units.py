@@ -7,8 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import tvm_ffi
 
-from tvm_flashinfer.kernels import KernelSpec, build_library, build_model_object, missing_tools
+from tvm_flashinfer.kernels import (
+    KernelSpec,
+    build_library,
+    build_model_object,
+    build_objects,
+    build_prebuilt,
+    missing_tools,
+)
 from tvm_flashinfer.kernels.errors import KernelError
 
 pytestmark = pytest.mark.nvcc
@@ -29,6 +37,15 @@ import sys, tvm_ffi, tvm_flashinfer
 tvm_ffi.get_global_func("flashinfer.load_kernels")(sys.argv[1])
 tvm_ffi.get_global_func("flashinfer.load_kernels")(sys.argv[1])  # a second time does nothing
 print(*sorted(tvm_ffi.get_global_func("flashinfer.loaded_kernels")()), sep="\\n")
+"""
+
+# A process without this package has the functions of the model in the model's library alone.
+LOAD_MODEL = """
+import sys, tvm_ffi
+module = tvm_ffi.load_module(sys.argv[1])
+print("callable" if module.get_function("flashinfer.merge_state") else "missing")
+found = tvm_ffi.get_global_func("flashinfer.merge_state", allow_missing=True)
+print("registered" if found else "unregistered")
 """
 
 
@@ -76,7 +93,39 @@ def test_model_object_exports_the_functions_and_nothing_else(tmp_path: Path) -> 
     functions = {line.split()[0] for line in names}
     assert all(name.startswith("__tvm_ffi_flashinfer.") for name in functions)
     assert "__tvm_ffi_flashinfer.batch_prefill_plan" in functions
-    undefined = subprocess.run(
-        ["nm", "--undefined-only", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    assert "cuda" not in undefined.lower()
+    library = link_as_tvm_does(path, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_MODEL, str(library)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["callable", "unregistered"]
+
+
+def link_as_tvm_does(model_object: Path, folder: Path) -> Path:
+    """Return a library of the object and no other, which lacks nothing but what it may need."""
+    library = folder / "model.so"
+    ffi = tvm_ffi.libinfo.find_libtvm_ffi()
+    subprocess.run(
+        ["g++", "-shared", "-Wl,--no-undefined", "-o", library, model_object, ffi], check=True
+    )
+    exported = subprocess.run(
+        ["nm", "-D", "--defined-only", "--format=posix", library],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert exported
+    assert all(line.startswith("__tvm_ffi_flashinfer.") for line in exported)
+    return library
+
+
+def test_a_model_from_prebuilt_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The set is made from the units above; then nvcc and the headers are out of reach."""
+    monkeypatch.setenv("TVM_FLASHINFER_PREBUILT_DIR", str(tmp_path / "prebuilt"))
+    compiled = build_objects(SPECS)
+    folder = build_prebuilt(SPECS)
+    monkeypatch.setenv("TVM_FLASHINFER_NVCC", str(tmp_path / "no-nvcc"))
+    monkeypatch.setenv("TVM_FLASHINFER_FLASHINFER_DIR", str(tmp_path / "no-headers"))
+    objects = build_objects(SPECS)
+    assert {path.parent for path in objects.values()} == {folder}
+    assert [path.read_bytes() for path in objects.values()] == [
+        path.read_bytes() for path in compiled.values()
+    ]
+    link_as_tvm_does(build_model_object(SPECS), tmp_path)
