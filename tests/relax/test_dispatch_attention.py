@@ -19,7 +19,13 @@ from attention_modules import (
 from tvm import relax as rx
 from tvm.ir import assert_structural_equal
 
-from tvm_flashinfer.relax import DispatchAttention, FallbackWarning, StrictModeError, last_report
+from tvm_flashinfer.relax import (
+    DispatchAttention,
+    FallbackWarning,
+    StrictModeError,
+    dispatch_attention,
+    last_report,
+)
 
 #: Symbolic requests and lengths; `one` and `two` give lengths of their own to rows and keys.
 SAME = {"q": ("b", "n", 4, 32), "k": ("b", "n", 2, 32), "v": ("b", "n", 2, 32)}
@@ -155,13 +161,43 @@ def test_kept_as_it_is(mod: tvm.IRModule, says: str) -> None:
     ("changes", "attrs", "dtype", "says"),
     [
         ({}, {}, "float32", "float16 and bfloat16"),
-        ({"q": ("b", "n", 4, 24), "k": ("b", "n", 2, 24)}, {}, "float16", "head_dim is 24"),
+        ({"q": ("b", "n", 4, 264), "k": ("b", "n", 2, 264)}, {}, "float16", "head_dim is 264"),
+        ({"q": ("b", "n", 4, 9), "k": ("b", "n", 2, 9)}, {}, "float16", "padding head_dim 9"),
         ({}, {"scale": -0.5}, "float16", "positive"),
     ],
 )
 def test_what_cuda_has_no_kernel_for(changes, attrs, dtype, says, cuda) -> None:
     with pytest.warns(FallbackWarning, match=says):
         dispatched(attention({**SAME, **changes}, dtype, **attrs), cuda, ship="shared")
+
+
+def test_padding(cuda, llvm, rng, monkeypatch) -> None:
+    """Operands get zeros up to the next kernel, and the result loses the columns again.
+
+    Numbers are compared on CPU, which pads nothing by itself.
+    """
+    shapes = {"q": ("b", "n", 4, 72), "k": ("b", "n", 2, 72), "v": ("b", "n", 2, 40)}
+    after = dispatched(attention(shapes, "float16"), cuda, ship="shared")
+    (row,) = rows(after)
+    assert row.status == "native"
+    assert row.reasons == (
+        "head_dim 72 of keys is padded to 80",
+        "head_dim 40 of values is padded to 48",
+    )
+    monkeypatch.setattr(dispatch_attention, "kernel_head_dims", lambda site, target: (80, 48))
+    padded = dispatched(attention(shapes), llvm)
+    assert padded.script().count("R.nn.pad") == 3
+    sizes = [(2, 9, 4, 72), (2, 9, 2, 72), (2, 9, 2, 40)]
+    arrays = random(rng, *sizes)
+    np.testing.assert_allclose(run(padded, *arrays), reference(*arrays, 72**-0.5), 1e-5, 1e-5)
+
+
+def test_padding_of_ragged_requests(llvm, rng, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch_attention, "kernel_head_dims", lambda site, target: (48, 48))
+    after = dispatched(ragged(None, False), llvm)
+    arrays = random(rng, (1, 9, 4, 32), (1, 9, 2, 32), (1, 9, 2, 32))
+    got = run(after, *arrays, np.array([0, 9], np.int32))
+    np.testing.assert_allclose(got, reference(*arrays, 0.25), rtol=1e-5, atol=1e-5)
 
 
 def test_cuda(cuda) -> None:

@@ -20,7 +20,10 @@ from tvm_flashinfer.tir import mask_indptr, packed_mask, packed_mask_bytes
 
 
 def emit_attention(
-    builder: rx.BlockBuilder, site: AttentionSite, renewed: Callable[[rx.Expr], rx.Expr]
+    builder: rx.BlockBuilder,
+    site: AttentionSite,
+    head_dims: tuple[int, int],
+    renewed: Callable[[rx.Expr], rx.Expr],
 ) -> rx.Expr:
     """Emit what a site computes, and return the last expression, which has the type of the site.
 
@@ -30,22 +33,27 @@ def emit_attention(
         It is in a block of the function that is rewritten.
     site : AttentionSite
         One without reasons against it.
+    head_dims : tuple of int
+        Of the kernel, of keys and of values; operands with fewer are padded.
     renewed : callable
         Gives what stands for an expression of the old function in the new one.
     """
     rebuild = _Rebuild(builder, renewed)
-    q, k, v = (Operand(rebuild.tensor(x), x.layout, x.shape) for x in (site.q, site.k, site.v))
+    qk, vo = head_dims
+    q, k, v = (
+        rebuild.padded(Operand(rebuild.tensor(x), x.layout, x.shape), dim)
+        for x, dim in ((site.q, qk), (site.k, qk), (site.v, vo))
+    )
     if site.qo_indptr is not None:
-        return _ragged(site, [q, k, v], renewed)
+        return _ragged(rebuild, site, [q, k, v])
     # A head of a request is a request with one head, whose rows follow each other.
     per_head = site.masked_per_head or (
         site.equal_heads and all(x.layout == BNSH for x in (q, k, v))
     )
     mask = _mask(rebuild, site, per_head) if site.masks else []
-    if per_head:
-        result = _dense(rebuild, site, [_per_head(rebuild, x) for x in (q, k, v)], mask)
-    else:
-        result = _dense(rebuild, site, [rebuild.arranged(x, BSNH) for x in (q, k, v)], mask)
+    move = _per_head if per_head else _lengths_first
+    result = _dense(rebuild, site, [move(rebuild, x) for x in (q, k, v)], mask)
+    result = rebuild.cut(result, site, vo)
     return _as_the_root(rebuild, site, result, BNSH if per_head else BSNH)
 
 
@@ -82,6 +90,21 @@ class _Rebuild:
         """Return an operand with its four dimensions."""
         return self.reshaped(self.renewed(x.expr), x.shape)
 
+    def padded(self, x: Operand, head_dim: int) -> Operand:
+        """Return an operand with zeros after the last element of every head."""
+        missing = head_dim - static(x.size("H"))
+        if missing == 0:
+            return x
+        tensor = self.emit(rx.op.nn.pad(self.emit(x.expr), [0, 0, 0, 0, 0, 0, 0, missing]))
+        return Operand(tensor, x.layout, (*x.shape[:3], head_dim))
+
+    def cut(self, result: rx.Expr, site: AttentionSite, head_dim: int) -> rx.Expr:
+        """Return a result of the kernel without the columns that belong to padded values."""
+        wanted = static(site.v.size("H"))
+        if head_dim == wanted:
+            return result
+        return rx.op.strided_slice(self.emit(result), [3], [0], [wanted], assume_inbound=True)
+
     def reshaped(self, expr: rx.Expr, shape: tuple[Any, ...]) -> rx.Expr:
         """Return a tensor under another shape."""
         expr = self.emit(expr)
@@ -100,6 +123,10 @@ class _Rebuild:
 def _per_head(rebuild: _Rebuild, x: Operand) -> rx.Expr:
     batch, heads, length, dim = (x.size(letter) for letter in BNSH)
     return rebuild.reshaped(rebuild.arranged(x, BNSH), (batch * heads, length, 1, dim))
+
+
+def _lengths_first(rebuild: _Rebuild, x: Operand) -> rx.Expr:
+    return rebuild.arranged(x, BSNH)
 
 
 def _mask(rebuild: _Rebuild, site: AttentionSite, per_head: bool) -> list[rx.Expr]:
@@ -135,11 +162,12 @@ def _dense(
     return _call(site.kernel.removeprefix("flashinfer."), [q, k, v, *mask], site, shape)
 
 
-def _ragged(
-    site: AttentionSite, operands: list[Operand], renewed: Callable[[rx.Expr], rx.Expr]
-) -> rx.Expr:
-    tensors = [*(x.expr for x in operands), renewed(site.qo_indptr), renewed(site.kv_indptr)]
-    return _call("attention_ragged", tensors, site, list(site.root.ty.shape))
+def _ragged(rebuild: _Rebuild, site: AttentionSite, operands: list[Operand]) -> rx.Expr:
+    tensors = [rebuild.emit(x.expr) for x in operands]
+    indptrs = [rebuild.renewed(x) for x in (site.qo_indptr, site.kv_indptr)]
+    shape = [*list(site.root.ty.shape)[:3], operands[2].size("H")]
+    result = _call("attention_ragged", [*tensors, *indptrs], site, shape)
+    return rebuild.cut(result, site, operands[2].size("H"))
 
 
 def _call(function: str, tensors: list[rx.Expr], site: AttentionSite, shape: list[Any]) -> rx.Call:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tvm import relax as rx
 from tvm.ir import Range
-from tvm.target import Target
 from tvm.tirx import IntImm
 
-from tvm_flashinfer.kernels import spec as kernel_spec
 from tvm_flashinfer.relax._compat import Analyzer, undefined_vars
-from tvm_flashinfer.relax.support import CPU_DTYPES, TARGETS, target_archs
 
 if TYPE_CHECKING:
     from tvm_flashinfer.relax.affine import Affine
@@ -182,15 +178,6 @@ class AttentionSite:
     def _can_be(self, causal: str) -> bool:
         return causal == BOTTOM_RIGHT or provably_at_most(self.rows, self.keys)
 
-    def specs(self, target: Target) -> list[kernel_spec.KernelSpec]:
-        """Return the kernels that it needs on CUDA, none on other targets."""
-        if target.kind.name != "cuda":
-            return []
-        archs = target_archs(target)
-        dims = static(self.q.size("H")), static(self.v.size("H"))
-        attention = kernel_spec.KernelSpec("batch_attention", self.q.dtype, *dims, archs=archs)
-        return [kernel_spec.KernelSpec("common", archs=archs), attention]
-
 
 def _diagonal(line: Affine | None, sign: int, rows: Any) -> Any:
     """Return d of the condition ``sign * (key - row) <= sign * d``, or None for another one."""
@@ -238,123 +225,3 @@ def provably_at_most(a: Any, b: Any) -> bool:
     for var in {*undefined_vars(a), *undefined_vars(b)}:
         analyzer.bind(var, Range.from_min_extent(0, 1 << 40))
     return bool(analyzer.can_prove(a <= b))
-
-
-def unserved_reasons(site: AttentionSite, target: Target) -> list[str]:
-    """Return why a site cannot be rewritten: one sentence each, none when it can be.
-
-    Parameters
-    ----------
-    site : AttentionSite
-    target : tvm.target.Target
-        What the model is compiled for.
-    """
-    if target.kind.name not in TARGETS:
-        return [
-            f"the target is {target.kind.name!r}; there are kernels for {' and '.join(TARGETS)}"
-        ]
-    if site.problems:
-        return list(dict.fromkeys(site.problems))
-    reasons = [reason for predicate in _PREDICATES for reason in predicate(site)]
-    if reasons:
-        return reasons
-    return _cuda_reasons(site, target) if target.kind.name == "cuda" else _cpu_reasons(site)
-
-
-def _dtypes(site: AttentionSite) -> list[str]:
-    dtypes = [operand.dtype for operand in (site.q, site.k, site.v)]
-    if len(set(dtypes)) > 1:
-        return [f"the dtypes of q, k and v are {', '.join(dtypes)}; kernels take equal ones"]
-    return []
-
-
-def _heads(site: AttentionSite) -> list[str]:
-    heads, keys, values = (static(x.size("N")) for x in (site.q, site.k, site.v))
-    if None in (heads, keys, values):
-        return ["a number of heads is not known at compile time"]
-    if keys != values:
-        return [f"there are {keys} heads of keys and {values} of values; they must be equal"]
-    if keys == 0 or heads % keys:
-        return [f"there are {heads} query heads, which is no multiple of the {keys} KV heads"]
-    return []
-
-
-def _sizes(site: AttentionSite) -> list[str]:
-    reasons = []
-    if static(site.q.size("H")) is None or static(site.v.size("H")) is None:
-        reasons.append("a head_dim is not known at compile time")
-    for dim, meaning in (("B", "requests"), ("S", "keys")):
-        if not provably_equal(site.k.size(dim), site.v.size(dim)):
-            reasons.append(
-                f"keys have {site.k.size(dim)} {meaning} and values {site.v.size(dim)}, which are "
-                "not provably equal"
-            )
-    if site.qo_indptr is None and not provably_equal(site.q.size("B"), site.k.size("B")):
-        reasons.append(
-            f"queries have {site.q.size('B')} requests and keys {site.k.size('B')}, which are not "
-            "provably equal"
-        )
-    return reasons
-
-
-def _causal(site: AttentionSite) -> list[str]:
-    if site.causal != TOP_LEFT or site.qo_indptr is not None:
-        return []
-    rows, keys = site.rows, site.keys
-    if provably_at_most(rows, keys):
-        return []
-    return [
-        f"the causal mask is {TOP_LEFT} with {rows} rows and {keys} keys; it is served where there "
-        "are provably no more rows than keys"
-    ]
-
-
-def _masks(site: AttentionSite) -> list[str]:
-    whole = (site.q.size("B"), site.q.size("N"), site.rows, site.keys)
-    for mask in site.masks:
-        shape = site.mask_shape(mask)
-        groups = len(mask.shape) == 5 and {static(size) for size in mask.shape[1:3]} != {1}
-        if groups or not all(
-            static(size) == 1 or provably_equal(size, full)
-            for size, full in zip(shape, whole, strict=True)
-        ):
-            return [f"a mask has shape {mask.shape}, which is not that of scores {whole}"]
-    if site.masked_per_head and not site.equal_heads:
-        return ["a mask differs between heads, and KV heads serve several query heads"]
-    return []
-
-
-def _numbers(site: AttentionSite) -> list[str]:
-    reasons = []
-    if not math.isfinite(site.scale):
-        reasons.append(f"the scale is {site.scale}; it must be finite")
-    if not (math.isfinite(site.soft_cap) and site.soft_cap >= 0):
-        reasons.append(f"the soft cap is {site.soft_cap}; it must be positive and finite")
-    if site.window is not None and site.window < 1:
-        reasons.append(f"the window is {site.window}; it must be positive")
-    return reasons
-
-
-def _cpu_reasons(site: AttentionSite) -> list[str]:
-    if site.q.dtype in CPU_DTYPES:
-        return []
-    return [f"the dtype is {site.q.dtype}; on CPU there are {', '.join(CPU_DTYPES)}"]
-
-
-def _cuda_reasons(site: AttentionSite, target: Target) -> list[str]:
-    reasons = [
-        reason for spec in site.specs(target) for reason in kernel_spec.unsupported_reasons(spec)
-    ]
-    if not site.scale > 0:
-        reasons.append(f"the scale is {site.scale}; CUDA kernels need a positive one")
-    return reasons
-
-
-_PREDICATES: tuple[Callable[[AttentionSite], list[str]], ...] = (
-    _dtypes,
-    _heads,
-    _sizes,
-    _causal,
-    _masks,
-    _numbers,
-)

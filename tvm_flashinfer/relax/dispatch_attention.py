@@ -11,7 +11,13 @@ from tvm.target import Target
 from tvm_flashinfer.relax.attention_calls import emit_attention
 from tvm_flashinfer.relax.attention_match import read_products
 from tvm_flashinfer.relax.attention_ops import read_operator
-from tvm_flashinfer.relax.attention_site import AttentionSite, unserved_reasons
+from tvm_flashinfer.relax.attention_site import AttentionSite
+from tvm_flashinfer.relax.attention_support import (
+    kernel_head_dims,
+    needed_specs,
+    padding_notes,
+    unserved_reasons,
+)
 from tvm_flashinfer.relax.graph import Graph
 from tvm_flashinfer.relax.report import FALLBACK, NATIVE, CompileReport, ReportRow, attach_report
 from tvm_flashinfer.relax.ship import link_kernels, resolve_ship
@@ -94,9 +100,14 @@ class DispatchAttention:
             raise StrictModeError(violations)
         self.report = CompileReport(target.kind.name, ship, rows)
         _warn_of_fallbacks(violations)
-        specs = [spec for found in served.values() for site in found for spec in site.specs(target)]
+        specs = [
+            spec
+            for found in served.values()
+            for site in found
+            for spec in needed_specs(site, target)
+        ]
         if any(served.values()):
-            mod = link_kernels(_rewritten(mod, served), specs, target, ship)
+            mod = link_kernels(_rewritten(mod, served, target), specs, target, ship)
         return attach_report(mod, self.report)
 
     def _target(self) -> Target:
@@ -126,17 +137,19 @@ def _rows(
     arch = arch_text(target)
     rows = []
     for site, why_not in zip(sites, reasons, strict=True):
-        status, kernel, notes = (
-            (FALLBACK, site.form, why_not) if why_not else (NATIVE, site.kernel, site.notes)
-        )
+        if why_not:
+            status, kernel, notes = FALLBACK, site.form, why_not
+        else:
+            notes = [*site.notes, *padding_notes(site, target)]
+            status, kernel = NATIVE, site.kernel
         rows.append(ReportRow(function, f"attention {site.name}", status, kernel, arch, notes))
     return rows
 
 
 def _rewritten(
-    mod: tvm.IRModule, served: dict[tvm.ir.GlobalVar, list[AttentionSite]]
+    mod: tvm.IRModule, served: dict[tvm.ir.GlobalVar, list[AttentionSite]], target: Target
 ) -> tvm.IRModule:
-    mutator = _Rewriter(mod)
+    mutator = _Rewriter(mod, target)
     for var, sites in served.items():
         if sites:
             mutator.rewrite(var, sites)
@@ -147,9 +160,10 @@ def _rewritten(
 class _Rewriter(rx.PyExprMutator):
     """Puts the calls in the place of the roots of sites."""
 
-    def __init__(self, mod: tvm.IRModule) -> None:
+    def __init__(self, mod: tvm.IRModule, target: Target) -> None:
         super().__init__(mod)
         self.mod = mod
+        self.target = target
         self.sites: list[AttentionSite] = []
 
     def rewrite(self, var: tvm.ir.GlobalVar, sites: list[AttentionSite]) -> None:
@@ -163,7 +177,8 @@ class _Rewriter(rx.PyExprMutator):
         site = next((site for site in self.sites if site.root.same_as(call)), None)
         if site is None:
             return super().visit_call_(call)
-        return emit_attention(self.builder_, site, self.visit_expr)
+        dims = kernel_head_dims(site, self.target)
+        return emit_attention(self.builder_, site, dims, self.visit_expr)
 
 
 def _warn_of_fallbacks(violations: list[str]) -> None:

@@ -19,7 +19,7 @@ from tvm.target import Target
 
 from tvm_flashinfer.relax.attention_match import read_products
 from tvm_flashinfer.relax.attention_ops import read_operator
-from tvm_flashinfer.relax.attention_site import unserved_reasons
+from tvm_flashinfer.relax.attention_support import unserved_reasons
 from tvm_flashinfer.relax.graph import Graph
 
 #: What the names of all patterns start with.
