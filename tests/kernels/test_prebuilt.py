@@ -198,6 +198,8 @@ def test_command_line(sandbox, csrc, monkeypatch, tmp_path):
     assert "batch_decode_f16_d128_sm80_sm90a" in found["kernels"]
     shown = invoke(main, ["doctor"]).stdout
     assert f"prebuilt kernels in {tmp_path / 'prebuilt'}: 5" in shown
+    listing = invoke(main, ["cache", "list"]).stdout.splitlines()[-1]
+    assert listing.endswith(f"MB of 5 prebuilt kernels in {tmp_path / 'prebuilt'}, never pruned")
     # The next build of the same kernels names the library that is there.
     result = invoke(main, ["build", "--preset", "fp16-d128", "--arch", "90a"])
     assert result.stdout.splitlines()[-1].endswith(prebuilt.LIBRARY)

@@ -9,6 +9,7 @@ import click
 from tvm_flashinfer.cli.output import echo_json, echo_table, guarded, json_option
 from tvm_flashinfer.kernels.build import print_progress
 from tvm_flashinfer.kernels.cache import CACHE_VARIABLE, KernelCache
+from tvm_flashinfer.kernels.prebuilt import find_prebuilt
 
 _DAYS = 30.0
 
@@ -45,6 +46,10 @@ def cache_list(as_json: bool) -> None:
         echo_table([(f"{e.size / 1e6:8.2f} MB", e.name, str(e.path)) for e in entries])
     total = sum(entry.size for entry in entries)
     click.echo(f"{total / 1e6:8.2f} MB in {len(entries)} files")
+    prebuilt, _ = guarded(find_prebuilt)
+    if prebuilt:
+        kernels = f"{len(prebuilt.kernels)} prebuilt kernels"
+        click.echo(f"{prebuilt.size / 1e6:8.2f} MB of {kernels} in {prebuilt.root}, never pruned")
 
 
 @cache.command("prune")

@@ -99,6 +99,11 @@ class Prebuilt:
         """The names of the kernels, with their architectures."""
         return sorted(Path(kernel["file"]).stem for kernel in self.kernels.values())
 
+    @property
+    def size(self) -> int:
+        """Bytes of the whole folder."""
+        return sum(path.stat().st_size for path in self.root.iterdir())
+
     def lacks(self, specs: Iterable[KernelSpec]) -> list[str]:
         """Return the names of the specs that the set cannot serve."""
         return [spec.name for spec in specs if not self._serves(spec)]
