@@ -139,6 +139,47 @@ def test_package_without_its_library_is_not_found(package: Path, tmp_path: Path)
     assert "libflashinfer_tvm.a is missing" in " ".join(done.stderr.split())
 
 
+IN_TVM = """
+cmake_minimum_required(VERSION 3.20)
+project(tvm LANGUAGES CXX)
+option(USE_FLASHINFER "FlashInfer's kernels" ON)
+# As 3rdparty/tvm-ffi defines it there.
+add_library(tvm_ffi_shared SHARED IMPORTED GLOBAL)
+set_target_properties(
+    tvm_ffi_shared PROPERTIES IMPORTED_LOCATION "${FFI_LIBRARY}"
+    INTERFACE_INCLUDE_DIRECTORIES "${FFI_INCLUDE}"
+)
+file(WRITE runtime.cc "int runtime() { return 0; }")
+add_library(tvm_runtime SHARED runtime.cc)
+target_link_libraries(tvm_runtime PRIVATE tvm_ffi_shared)
+if(USE_FLASHINFER)
+    find_package(tvm_flashinfer CONFIG REQUIRED)
+    target_link_libraries(tvm_runtime PRIVATE flashinfer_tvm)
+endif()
+"""
+
+LOAD_RUNTIME = """
+import ctypes, sys, tvm_ffi
+ctypes.CDLL(sys.argv[1])
+print(tvm_ffi.get_global_func("flashinfer.merge_state", allow_missing=True) is not None)
+"""
+
+
+@pytest.mark.parametrize("use", ["ON", "OFF"])
+def test_inside_of_a_runtime(use: str, package: Path, tmp_path: Path) -> None:
+    """A shared library takes the archive in, as TVM's runtime would, with TVM's own tvm-ffi."""
+    import tvm_ffi.libinfo as ffi
+
+    (tmp_path / "CMakeLists.txt").write_text(IN_TVM)
+    folders = f"{ffi.find_include_path()};{ffi.find_dlpack_include_path()}"
+    options = [f"-DFFI_LIBRARY={ffi.find_libtvm_ffi()}", f"-DFFI_INCLUDE={folders}"]
+    options += [f"-Dtvm_flashinfer_DIR={package}/cmake", f"-DUSE_FLASHINFER={use}"]
+    library = build(tmp_path / "build", *options, source=tmp_path, name="libtvm_runtime.so")
+    assert run(sys.executable, "-c", LOAD_RUNTIME, library, cwd=tmp_path, environment={
+        **os.environ, "PYTHONPATH": "",
+    }).strip() == str(use == "ON")  # fmt: skip
+
+
 def test_config_names_no_path_of_the_machine() -> None:
     for path in paths.cmake_dir().glob("*.cmake"):
         assert not re.search(r'["\s](/[a-z]|[A-Z]:)', path.read_text(encoding="utf-8")), path
