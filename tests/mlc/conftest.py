@@ -64,6 +64,22 @@ def _run(
     )
 
 
+@pytest.fixture(scope="session")
+def run_with_mlc_llm(
+    python_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], str]:
+    """Run code that imports MLC LLM and return what it prints; skips where there is none."""
+    if importlib.util.find_spec("mlc_llm") is None:
+        pytest.skip("MLC LLM is not installed")
+
+    def run(code: str) -> str:
+        done = _run(["-c", code], python_path, tmp_path_factory.mktemp("mlc_llm"))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
 @pytest.fixture
 def stand_in(python_path: str, tmp_path: Path) -> Callable[..., str]:
     """Run code with a package `mlc_llm` made of the files given; return what is printed."""

@@ -41,6 +41,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1e6, "sliding_window": 4096, "sliding_window_pattern": 6,
     }
     for model_type in _WITH_SLIDING_LAYERS
+} | {
+    "llava": {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32},
 }  # fmt: skip
 
 #: Where a model for text is inside of one for images and text.
