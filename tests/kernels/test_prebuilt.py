@@ -214,3 +214,22 @@ def test_libraries_that_are_loaded_when_a_kernel_is_wanted(folder, csrc, monkeyp
     assert prebuilt.libraries_to_load() == [folder / prebuilt.LIBRARY, by_hand]
     (csrc / "kernels" / "types.h").write_text("// other\n")
     assert prebuilt.libraries_to_load() == [by_hand]
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "states"), [(512, {"prebuilt"}), (1024, {"cannot be compiled here"})]
+)
+def test_support_tells_what_is_prebuilt(no_cuda, hidden_size, states, tmp_path):
+    """Of a model with head_dim 64, which the set serves, and of one with 128."""
+    pytest.importorskip("tvm")
+    config = {
+        "model_type": "llama", "hidden_size": hidden_size, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_hidden_layers": 2, "torch_dtype": "float16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["support", str(tmp_path / "config.json"), "--arch", "80,90a", "--json"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    for answer in json.loads(result.stdout)["archs"].values():
+        assert set(answer["kernels"].values()) == states
+        assert (answer["problem"] is None) == (states == {"prebuilt"})

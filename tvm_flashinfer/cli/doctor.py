@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -72,22 +73,24 @@ def _describe(value: Any) -> str:
 
 def _echo_kernels(found: dict[str, Any]) -> None:
     """Print which kernels need no compiler any more."""
-    prebuilt, cache = found["prebuilt_kernels"], found["cache"]
-    for title, folder, names in (
-        ("prebuilt kernels", prebuilt, prebuilt and prebuilt["kernels"] + prebuilt["libraries"]),
-        ("compiled kernels", cache, cache and cache["kernels"]),
-    ):
-        where = folder["path"] if folder else "no folder"
-        click.echo(f"{title} in {where}: {len(names or ())}")
-        for name in names or ():
-            click.echo(f"  {name}")
-    if prebuilt and prebuilt["unused"]:
-        click.echo(f"  {prebuilt['unused']}")
+    if prebuilt := found["prebuilt_kernels"]:
+        names = prebuilt["kernels"] + prebuilt["libraries"]
+        _echo_list(f"prebuilt kernels in {prebuilt['path']}: {len(names)}", names)
+        if prebuilt["unused"]:
+            click.echo(f"  {prebuilt['unused']}")
+    if cache := found["cache"]:
+        names = cache["kernels"]
+        _echo_list(f"compiled kernels in {cache['path']}: {len(names)}", names)
+
+
+def _echo_list(title: str, lines: Iterable[str]) -> None:
+    click.echo(title)
+    for line in lines:
+        click.echo(f"  {line}")
 
 
 def _echo_mlc_llm(changes: list[dict[str, Any]]) -> None:
     """Print what MLC LLM is given when it imports the installed TVM, and why."""
-    given = [change for change in changes if change["supplied"]]
-    click.echo(f"what MLC LLM is given when it imports this TVM: {len(given)} of {len(changes)}")
-    for change in given:
-        click.echo(f"  {change['name']}: {change['reason']}")
+    given = [f"{change['name']}: {change['reason']}" for change in changes if change["supplied"]]
+    title = f"what MLC LLM is given when it imports this TVM: {len(given)} of {len(changes)}"
+    _echo_list(title, given)

@@ -21,6 +21,7 @@ from tvm_flashinfer.cli.output import (
 from tvm_flashinfer.kernels.build import find_objects
 from tvm_flashinfer.kernels.environment import default_archs
 from tvm_flashinfer.kernels.errors import KernelError
+from tvm_flashinfer.kernels.prebuilt import prebuilt_dir
 from tvm_flashinfer.kernels.spec import KernelSpec, parse_archs
 from tvm_flashinfer.report import FALLBACK, ReportRow, printable
 
@@ -68,8 +69,8 @@ def support(
 
     CONFIG is the mlc-chat-config.json that MLC LLM made for the model, or the config.json that the
     model comes with. Listed are the functions that fill each slot of its KV cache, and the CUDA
-    kernels they need: those that are compiled already, and those that a compile of the model
-    would compile.
+    kernels they need: those that are prebuilt or compiled already, and those that a compile of the
+    model would compile.
     """
     model = _read(config, dtype, shards)
     named = parse_archs([*archs] or os.environ.get(_MORE_ARCHS, "")) or default_archs()
@@ -129,14 +130,20 @@ class _Support:
 
 
 def _kernel_states(specs: Sequence[KernelSpec]) -> tuple[dict[str, str], str | None]:
-    """Return whether each kernel is compiled, and what keeps the others from being compiled."""
+    """Return where each kernel is, and what keeps those that are nowhere from being compiled."""
     if not specs:
         return {}, None
     try:
         ready = find_objects(specs)
     except KernelError as error:
         return {spec.name: "cannot be compiled here" for spec in specs}, str(error)
-    return {spec.name: "compiled" if spec in ready else "to compile" for spec in specs}, None
+    return {spec.name: _state(ready.get(spec)) for spec in specs}, None
+
+
+def _state(path: Path | None) -> str:
+    if path is None:
+        return "to compile"
+    return "prebuilt" if path.is_relative_to(prebuilt_dir()) else "compiled"
 
 
 def _model_data(model: ModelConfig) -> dict[str, Any]:
