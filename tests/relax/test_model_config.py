@@ -109,6 +109,19 @@ def test_layers_with_windows() -> None:
     assert cache.layer_kinds.index("mha") == 25
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "window"),
+    [({}, {"sliding_window": 512}, 512), ({}, {"sliding_window_size": 512}, 512), ({}, {}, 4096),
+     ({"sliding_window_size": -1}, {"sliding_window_size": 512}, 512),
+     ({"sliding_window_size": -1}, {"sliding_window": 512}, 512)],
+)  # fmt: skip
+def test_names_of_the_window(outer: dict, inner: dict, window: int) -> None:
+    """That of Hugging Face and that of MLC LLM, inside of a model for text and images."""
+    text = {name: value for name, value in GEMMA3_1B.items() if name != "sliding_window"}
+    data = {"model_type": "gemma3", "model_config": {**outer, "text_config": {**text, **inner}}}
+    assert parse_model_config(data).cache.layer_sliding_window_size == window
+
+
 def test_file_of_mlc(tmp_path: Path) -> None:
     """Fields are inside of model_config, and the quantisation names the dtype."""
     data = {
@@ -148,6 +161,15 @@ def test_what_mlc_leaves_out_is_noted() -> None:
     assert "'dynamic'" in model.notes[0]
     assert "attn_logit_softcapping is 50.0" in model.notes[1]
     assert parse_model_config(QWEN3_06B).notes == ()
+
+
+@pytest.mark.parametrize(("window", "noted"), [(512, True), (-1, False)])
+def test_window_of_the_whole_cache_beside_those_of_layers(window: int, noted: bool) -> None:
+    """MLC LLM's file has one for its runtime, outside of the model's fields."""
+    data = {"model_type": "gemma3_text", "model_config": GEMMA3_1B, "sliding_window_size": window}
+    model = parse_model_config(data)
+    assert model.cache.layer_sliding_window_size == 512
+    assert any("Put -1 into mlc-chat-config.json" in note for note in model.notes) == noted
 
 
 @pytest.mark.parametrize(

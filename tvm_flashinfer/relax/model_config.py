@@ -159,7 +159,7 @@ def parse_model_config(
         layer_sliding_window_size=window,
         **_rope_scaling(fields),
     )
-    return ModelConfig(fields.model_type, cache, _notes(fields))
+    return ModelConfig(fields.model_type, cache, _notes(fields, data))
 
 
 def _share(name: str, count: int, shards: int) -> int:
@@ -218,7 +218,10 @@ def _layer_kinds(fields: _Fields, layers: int) -> tuple[str | tuple[str, ...], i
         if isinstance(named, list) and len(named) == layers
         else [(layer + 1) % every != 0 for layer in range(layers)]
     )
-    window = fields.integer("sliding_window", "sliding_window_size")
+    # MLC LLM writes the second one, as -1 where it is not set.
+    given = fields.values.get("sliding_window_size")
+    by_mlc = isinstance(given, int) and given > 0
+    window = fields.integer("sliding_window_size" if by_mlc else "sliding_window")
     return tuple("mha_sliding" if slide else "mha" for slide in slides), window
 
 
@@ -247,9 +250,15 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any]:
     return {"rope_scaling": scaling, "rope_ext_factors": (*factors[0], *factors[1])}
 
 
-def _notes(fields: _Fields) -> tuple[str, ...]:
-    """What MLC LLM leaves out of the models that it exports."""
+def _notes(fields: _Fields, data: Mapping[str, Any]) -> tuple[str, ...]:
+    """What MLC LLM leaves out of the models that it exports, and what its runtime would do."""
     notes = []
+    window = data.get("sliding_window_size") if "model_config" in data else None
+    if fields.model_type in _WITH_SLIDING_LAYERS and isinstance(window, int) and window > 0:
+        notes.append(
+            f"sliding_window_size is {window}; MLC LLM lets the whole cache slide then, which is "
+            "refused where layers have windows of their own. Put -1 into mlc-chat-config.json"
+        )
     scaling = fields.values.get("rope_scaling")
     if fields.model_type in _WITHOUT_SCALING and scaling:
         notes.append(f"rope_scaling is {scaling}; the model that MLC LLM exports does without it")
