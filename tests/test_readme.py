@@ -122,11 +122,8 @@ def test_decode_example_is_right() -> None:
 
 
 def _commands() -> list[str]:
-    return [
-        command.strip()
-        for document in DOCUMENTS
-        for command in _COMMAND.findall(document.read_text(encoding="utf-8"))
-    ]
+    found = (_COMMAND.findall(document.read_text(encoding="utf-8")) for document in DOCUMENTS)
+    return list(dict.fromkeys(command.strip() for commands in found for command in commands))
 
 
 def test_readme_names_commands() -> None:
