@@ -21,6 +21,9 @@ from tvm_flashinfer.when_imported import HookWarning, when_imported
 
 _MLC = "mlc_llm"
 
+#: TVM's number of the pattern of operators that are not fused.
+_OPAQUE = 8
+
 
 @dataclass(frozen=True)
 class Change:
@@ -117,6 +120,12 @@ def _has_typed_buffers() -> bool:
     from tvm.tirx import buffer
 
     return hasattr(buffer, "BufferType")
+
+
+def _is_before_027() -> bool:
+    from tvm import ir
+
+    return _has_typed_buffers() and not hasattr(ir, "GenericConst")
 
 
 def _runs_without_library() -> bool:
@@ -250,6 +259,27 @@ class _Overlay:
         return getattr(self.__dict__["__wrapped__"], name)
 
 
+def _scalars_apart(tvm: ModuleType) -> _Overlay:
+    """Return TVM with a pass that has functions of scalars not fused."""
+    transform = tvm.relax.transform
+
+    @tvm.transform.module_pass(opt_level=0)
+    def keep_apart(mod: Any, _ctx: Any) -> Any:
+        for var, function in mod.functions_items():
+            if isinstance(function, tvm.tirx.PrimFunc):
+                if len(list(_buffers(function))) < len(function.params):
+                    mod.update_func(var, function.with_attr("op_pattern", _OPAQUE))
+        return mod
+
+    def annotate() -> Any:
+        return tvm.transform.Sequential([transform.AnnotateTIROpPattern(), keep_apart])
+
+    return _Overlay(
+        tvm,
+        relax=_Overlay(tvm.relax, transform=_Overlay(transform, AnnotateTIROpPattern=annotate)),
+    )
+
+
 def _scalars_before_outputs(module: ModuleType) -> _Overlay:
     def tensor_ir_op(func: Any, name_hint: str, args: Any, out: Any) -> Any:
         outputs = len(out) if isinstance(out, list | tuple) else 1
@@ -344,6 +374,12 @@ CHANGES: tuple[Change, ...] = (
             "mlc_llm.op.triton:nn",
             "mlc_llm.model.vision.image_processing:op",
         )
+    ),
+    _wrapper(
+        "mlc_llm.compiler_pass.pipeline:tvm",
+        "TVM 0.26 fuses functions that take sizes of a shape into one that cannot be built",
+        _scalars_apart,
+        _is_before_027,
     ),
     *(
         _wrapper(

@@ -15,21 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlc_models import MODELS
+from mlc_models import MODELS, TARGET
 
 import tvm_flashinfer
 from tvm_flashinfer.report import CompileReport, report_of_file
 
 _ENTRY_POINT = "[tvm.backends]\nflashinfer = tvm_flashinfer.hooks:_autoload\n"
-
-#: Hopper, on a machine that may have no GPU. MLC LLM takes the text as its ``--device``.
-TARGET = {
-    "kind": "cuda",
-    "arch": "sm_90a",
-    "max_threads_per_block": 1024,
-    "max_shared_memory_per_block": 49152,
-    "thread_warp_size": 32,
-}
 
 
 def _is_installed() -> bool:
@@ -109,10 +100,6 @@ class Compiled:
     def report(self) -> CompileReport:
         """What the library says of itself."""
         return report_of_file(self.library)
-
-    def status(self, site: str) -> dict[str, str]:
-        """The status of each slot of a function."""
-        return {row.slot: row.status for row in self.report.rows if row.site == site}
 
 
 @pytest.fixture

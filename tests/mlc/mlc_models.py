@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+#: Hopper, on a machine that may have no GPU. MLC LLM takes the text as its ``--device``.
+TARGET = {
+    "kind": "cuda",
+    "arch": "sm_90a",
+    "max_threads_per_block": 1024,
+    "max_shared_memory_per_block": 49152,
+    "thread_warp_size": 32,
+}
+
 _COMMON: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,

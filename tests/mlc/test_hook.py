@@ -70,9 +70,12 @@ def test_switched_off(stand_in) -> None:
     assert stand_in({"__init__.py": IS_SUPPLIED}, TVM_FLASHINFER_DISABLE="1") == "False"
 
 
-def test_import_of_this_package_before(stand_in) -> None:
-    """C04: the order of imports changes nothing, and nothing is registered twice."""
-    code = """
+@pytest.mark.parametrize("beside", ["", "sys.modules['flashinfer'] = sys"])
+def test_import_of_this_package_before(beside: str, stand_in) -> None:
+    """The order changes nothing, nothing is registered twice, and FlashInfer's own is no matter."""
+    code = f"""
+        import sys
+        {beside}
         import tvm_flashinfer
         import mlc_llm
         from tvm_flashinfer import _native

@@ -87,6 +87,33 @@ def test_tensor_ir_op_of_an_overlay() -> None:
     assert vm["main"](Shape([5])).numpy().ravel().tolist() == [5, 6, 7, 8]
 
 
+def test_functions_of_scalars_are_not_fused() -> None:
+    """The others are annotated as before, and the rest of TVM is seen as it is."""
+    overlay = mlc._scalars_apart(tvm)
+    assert overlay.relax.transform.FuseOps is tvm.relax.transform.FuseOps
+    assert overlay.IRModule is tvm.IRModule
+    mod = tvm.IRModule({"fill": mlc._reordered(fill, [tirx.Var("n", "int64")], 1), "add": add_one})
+    patterns = [
+        {var.name_hint: int(f.attrs["op_pattern"]) for var, f in annotate()(mod).functions_items()}
+        for annotate in (
+            tvm.relax.transform.AnnotateTIROpPattern,
+            overlay.relax.transform.AnnotateTIROpPattern,
+        )
+    ]
+    assert patterns[1] == {**patterns[0], "fill": 8}
+    assert patterns[0]["fill"] != 8
+    assert patterns[0]["add"] != 8
+
+
+@T.prim_func(s_tir=True)
+def add_one(x: T.Buffer((4,), "float32"), y: T.Buffer((4,), "float32")):
+    """An operator that can be fused."""
+    for i in range(4):
+        with T.sblock("block"):
+            v = T.axis.spatial(4, i)
+            y[v] = x[v] + T.float32(1)
+
+
 @T.prim_func(s_tir=True)
 def two_steps(x: T.Buffer((4,), "float32"), y: T.Buffer((4,), "float32")):
     """A value in global memory between two loops."""

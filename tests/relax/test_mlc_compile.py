@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -141,7 +142,7 @@ def test_without_flashinfer_their_pass_runs(mlc, generic_module, cuda, llvm, cap
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_75"])
 def test_target_that_turns_it_off(arch, mlc, generic_module, capsys, monkeypatch) -> None:
-    """C06: MLC LLM asks for none on GPUs before Ampere, which is told, and strict mode refuses."""
+    """MLC LLM asks for none on GPUs before Ampere, which is told, and strict mode refuses."""
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     before = generic_module()
     mod = mlc.compile(before, target, flashinfer=False, asked_for=True)
@@ -155,7 +156,7 @@ def test_target_that_turns_it_off(arch, mlc, generic_module, capsys, monkeypatch
 
 
 def test_architecture_without_kernels(mlc, generic_module) -> None:
-    """C06: one that MLC LLM takes for served."""
+    """One that MLC LLM takes for served."""
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_87"})
     with pytest.warns(FallbackWarning, match="'87'; there are kernels for 80, 86"):
         mod = mlc.compile(generic_module(), target)
@@ -165,14 +166,14 @@ def test_architecture_without_kernels(mlc, generic_module) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a", "sm_120"])
 def test_architectures_with_kernels(arch, mlc, generic_module) -> None:
-    """C06."""
+    """Those that there are."""
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     assert {row.arch for row in report_of(mlc.compile(generic_module(), target)).rows} == {arch}
 
 
 @pytest.mark.filterwarnings("ignore::tvm_flashinfer.relax.FallbackWarning")
 def test_strict_mode(mlc, generic_module, cuda, monkeypatch, capsys) -> None:
-    """C01: the error names the cause, and so do the lines at the end."""
+    """The error names the cause, and so do the lines at the end."""
     monkeypatch.setenv("TVM_FLASHINFER_STRICT", "1")
     mlc.compile(generic_module(), cuda)
     capsys.readouterr()
@@ -184,7 +185,7 @@ def test_strict_mode(mlc, generic_module, cuda, monkeypatch, capsys) -> None:
 @pytest.mark.filterwarnings("ignore::tvm_flashinfer.relax.FallbackWarning")
 @pytest.mark.parametrize("strict", [False, True])
 def test_kernels_that_cannot_be_built(strict, mlc, generic_module, cuda, monkeypatch) -> None:
-    """C01: a warning and the report name the cause; in strict mode an error does."""
+    """A warning and the report name the cause; in strict mode an error does."""
     from tvm_flashinfer import kernels
     from tvm_flashinfer.kernels.errors import ToolchainError
 
@@ -204,6 +205,19 @@ def test_kernels_that_cannot_be_built(strict, mlc, generic_module, cuda, monkeyp
     (row,) = report_of(mod).rows
     assert "nvcc is missing: install the CUDA toolkit" in row.reasons[0]
     assert "external_mods" not in mod.attrs
+
+
+def test_folder_that_cannot_be_written(mlc, generic_module, cuda, monkeypatch, tmp_path) -> None:
+    """The build as it is, on a machine that may have no compiler: a fallback that says why."""
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    monkeypatch.setenv("TVM_FLASHINFER_CACHE_DIR", str(file / "cache"))
+    monkeypatch.setenv("TVM_FLASHINFER_SHIP", "self-contained")
+    with pytest.warns(FallbackWarning):
+        mod = mlc.compile(generic_module(), cuda)
+    (row,) = report_of(mod).rows
+    assert re.search("TVM_FLASHINFER_CACHE_DIR|is missing", row.reasons[0])
+    assert file.read_text() == "no folder"
 
 
 def test_call_of_17_arguments(mlc, generic_module, cuda) -> None:
@@ -246,6 +260,12 @@ def test_window_of_layers(mlc, generic_module, cuda) -> None:
             and "flashinfer.cache_slot" == getattr(binding.value.args[0], "global_symbol", "")
         ]
         assert [option.get("layer_window") for option in options].count(512) == 2
+
+
+def test_window_without_layers_that_slide(mlc, generic_module, cuda) -> None:
+    """Gemma 2 and Mistral name one too; under TVM 0.26 it must not keep the cache from us."""
+    config = SimpleNamespace(sliding_window=4096)
+    assert report_of(mlc.compile(generic_module(), cuda, config=config)).fallbacks == []
 
 
 LONGROPE = {

@@ -218,7 +218,7 @@ def test_changes_of_scores(changes, note, generic_module, cuda, llvm) -> None:
 
 
 def test_window_of_layers(generic_module, llvm) -> None:
-    mod = generic_module()
+    mod = generic_module(attn_kind=["mha_sliding", "mha"], num_hidden_layers=2)
     (reason,) = reasons_of(mod, llvm, window=0)
     assert "must be positive" in reason
     reasons = reasons_of(mod, llvm, window=512)

@@ -312,6 +312,8 @@ def _disaggregation(config: PagedKVCacheConfig) -> list[str]:
 
 
 def _layer_window(config: PagedKVCacheConfig) -> list[str]:
+    if not config.has_sliding_layers:
+        return []
     window = config.layer_sliding_window_size
     if window < 1:
         return [f"layer_sliding_window_size is {window}; it must be positive"]
