@@ -361,6 +361,21 @@ def test_batches_and_heads_in_one_dimension(rng: np.random.Generator) -> None:
     numbers_are_kept(module(tensors(shapes), body), [DENSE], *arrays)
 
 
+def test_one_head_in_three_dimensions(rng: np.random.Generator) -> None:
+    """A result of one head has the shape of the model's, whatever the kernel's is."""
+
+    def body(emit, q, k, v):
+        n, m = q.ty.shape[2], k.ty.shape[2]
+        q, k, v = (emit(op.reshape(x, [2, size, 32])) for x, size in ((q, n), (k, m), (v, m)))
+        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 2, 1]))))
+        o = emit(op.matmul(emit(op.nn.softmax(scores)), v))
+        return op.reshape(o, [2, 1, n, 32])
+
+    shapes = {"q": (2, 1, 3, 32), "k": (2, 1, 5, 32), "v": (2, 1, 5, 32)}
+    arrays = random(rng, *shapes.values())
+    numbers_are_kept(module(tensors(shapes), body), [DENSE], *arrays)
+
+
 def test_softmax_in_float32() -> None:
     """Of a model in float16, whose weights become float16 again."""
 

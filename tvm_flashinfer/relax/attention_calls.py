@@ -60,11 +60,15 @@ def emit_attention(
 def _as_the_root(rebuild: _Rebuild, site: AttentionSite, result: rx.Expr, layout: str) -> rx.Expr:
     """Return the result of the kernel with the shape and the order that the site has."""
     sizes = {"B": site.q.size("B"), "N": site.q.size("N"), "S": site.rows, "H": site.v.size("H")}
-    if layout == BNSH:
-        result = rx.op.reshape(rebuild.emit(result), [sizes[letter] for letter in BNSH])
+    shape = [sizes[letter] for letter in layout]
+    if layout == BNSH:  # so far a request for each head
+        shape = [sizes["B"] * sizes["N"], sizes["S"], 1, sizes["H"]]
+    # Of one head both orders are the same elements.
     if layout != site.layout and static(sizes["N"]) != 1:
+        if layout == BNSH:
+            result = rx.op.reshape(rebuild.emit(result), [sizes[letter] for letter in BNSH])
         result = rx.op.permute_dims(rebuild.emit(result), [0, 2, 1, 3])
-    shape = [sizes[letter] for letter in site.layout]
+        shape = [sizes[letter] for letter in site.layout]
     wanted = list(site.root.ty.shape)
     if len(wanted) == 4 and all(map(provably_equal, shape, wanted)):
         return result
