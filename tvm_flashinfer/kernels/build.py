@@ -216,7 +216,9 @@ def build_model_object(
         objects = found.objects(wanted)
         units, runtime = [found.object_digest(spec) for spec in wanted], found.cudart_static
         parts = ModelParts(units, objects.values, runtime, archive, exports_object, keep)
-        return link_model_object(parts, KernelCache(), Runner(), progress)
+        cache = KernelCache()
+        with cache.in_use():
+            return link_model_object(parts, cache, Runner(), progress)
     build = _Build.prepare(wanted, jobs, progress, model_object=True)
     units, runtime = list(build.keys.values()), build.toolchain.cudart_static
 
