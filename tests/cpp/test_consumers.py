@@ -139,6 +139,24 @@ def test_package_without_its_library_is_not_found(package: Path, tmp_path: Path)
     assert "libflashinfer_tvm.a is missing" in " ".join(done.stderr.split())
 
 
+def test_prebuilt_kernels_are_named(package: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "package"
+    shutil.copytree(package, moved)
+    library = moved / "lib" / "kernels" / "prebuilt" / "libtvm_flashinfer_kernels.so"
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\nproject(p LANGUAGES CXX)\n"
+        'find_package(tvm_flashinfer CONFIG REQUIRED)\nmessage("is ${tvm_flashinfer_KERNELS}.")\n'
+    )
+    command = [tool("cmake"), "-S", tmp_path, "-B", tmp_path / "build"]
+    command += [f"-Dtvm_flashinfer_DIR={moved}/cmake", f"-DPython_EXECUTABLE={sys.executable}"]
+    command = [str(part) for part in command]
+    for expected in ("tvm_flashinfer_KERNELS-NOTFOUND", str(library)):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert f"is {expected}.\n" in done.stderr
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+
+
 IN_TVM = """
 cmake_minimum_required(VERSION 3.20)
 project(tvm LANGUAGES CXX)
