@@ -123,7 +123,9 @@ class Transformer(nn.Module):
             seen = op.astype(op.reshape(mask, (batch, 1, 1, length)), dtype)
             hidden = (nn.Tensor.from_scalar(1.0, dtype) - seen) * lowest
         if c.kind == "gpt":
-            hidden = op.triu(op.full((length, length), nn.Tensor.from_scalar(lowest, dtype)), 1)
+            hidden = op.triu(
+                op.full((length, length), nn.Tensor.from_scalar(lowest, dtype), dtype), 1
+            )
         for layer in self.layers:
             x = layer(x, hidden)
         if c.kind != "bert":
