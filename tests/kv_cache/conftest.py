@@ -96,6 +96,17 @@ class Driver:
         """Drop a sequence."""
         builtin("kv_state_remove_sequence")(self.cache, seq)
         self.oracle.edit(seq, lambda x: x[:0], seq)
+        self.oracle.slides.pop(seq, None)
+
+    def clear(self) -> None:
+        """Drop all sequences."""
+        builtin("kv_state_clear")(self.cache)
+        for held in (self.oracle.keys, self.oracle.values, self.oracle.slides):
+            held.clear()
+
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence."""
+        return len(self.oracle.keys.get((seq, 0), ()))
 
     def random(self, *shape: int) -> np.ndarray:
         """Return normal numbers in the dtype of the model."""
@@ -106,9 +117,15 @@ class Driver:
         seqs: Sequence[int],
         lens: Sequence[int],
         parents: Sequence[Sequence[int]] | None = None,
+        *,
+        with_lse: bool = False,
     ) -> None:
-        """Append tokens to sequences in every layer. `parents` makes them trees; -1 is a root."""
+        """Append tokens to sequences in every layer. `parents` makes them trees; -1 is a root.
+
+        `with_lse` also attends to the pages alone, which gives LSE besides outputs.
+        """
         tokens = sum(lens)
+        decoding = max(lens) == 1  # then TVM's cache appends first
         model, trees = self.model, {}
         flat = None if parents is None else Shape([p for tree in parents for p in tree])
         if parents is not None:
@@ -120,9 +137,27 @@ class Driver:
             qkv = self.random(tokens, heads, model.head_dim)
             out = self.empty((tokens, model.num_qo_heads, model.head_dim))
             fused = builtin("attention_kv_cache_attention_with_fused_qkv")
+            if with_lse and not decoding:
+                self._check_pages(layer, seqs, lens)
             fused(self.cache, layer, SM_SCALE, self.given(qkv), out)
             self.check(out.numpy(), self.oracle.attend(layer, seqs, lens, qkv, **trees))
+            if with_lse and decoding:
+                self._check_pages(layer, seqs, lens)
         builtin("kv_state_end_forward")(self.cache)
+
+    def _check_pages(self, layer: int, seqs: Sequence[int], lens: Sequence[int]) -> None:
+        if not any(len(self.oracle.keys.get((seq, layer), ())) for seq in seqs):
+            return  # TVM's cache calls no function then
+        shape = sum(lens), self.model.num_qo_heads
+        q = self.random(*shape, self.model.head_dim)
+        o, lse = self.empty(q.shape), self.empty(shape, "float32")
+        attend = builtin("attention_kv_cache_cross_attention")
+        attend(self.cache, layer, SM_SCALE, self.given(q), o, lse)
+        expected_o, expected_lse = self.oracle.attend_to_pages(layer, seqs, lens, q)
+        self.check(o.numpy(), expected_o)
+        empty = np.isneginf(expected_lse)
+        assert (np.isneginf(lse.numpy()) == empty).all()
+        self.check(np.where(empty, 0, lse.numpy()), np.where(empty, 0, expected_lse))
 
     def commit(self, seq: int, leaf: int, accepted: Sequence[int], tree_size: int) -> None:
         """Keep the tokens on the way to a leaf of the last tree, given by their numbers in it."""
@@ -134,6 +169,19 @@ class Driver:
             return np.concatenate([x[:past], x[past:][list(accepted)]])
 
         self.oracle.edit(seq, keep, seq)
+
+    def commit_all(
+        self, seqs: Sequence[int], leaves: Sequence[int], trees: Sequence[Sequence[int]]
+    ) -> None:
+        """Commit the trees of the last step, whose sequences these are; -1 accepts nothing."""
+        commit = builtin("attention_kv_cache_commit_accepted_token_tree_nodes")
+        commit(self.cache, Shape(seqs), Shape(leaves))
+        for seq, leaf, tree in zip(seqs, leaves, trees, strict=True):
+            visible, _ = tree_masks(tree)
+            past = self.length(seq) - len(tree)
+            way = past + np.flatnonzero(visible[leaf]) if leaf >= 0 else np.zeros(0, int)
+            kept = np.array([*range(past), *way], int)
+            self.oracle.edit(seq, lambda x, kept=kept: x[kept], seq)
 
     def check_contents(self, seq: int) -> None:
         """Read a sequence back and compare."""
@@ -159,6 +207,16 @@ class Driver:
     def pages(self) -> int:
         """Pages that are free."""
         return builtin("attention_kv_cache_get_num_available_pages")(self.cache)
+
+    @property
+    def total_length(self) -> int:
+        """Tokens of all sequences."""
+        return builtin("attention_kv_cache_get_total_sequence_length")(self.cache)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held: no sequence, no block and no page."""
+        return builtin("attention_kv_cache_empty")(self.cache)
 
 
 #: Largest error that rounding of inputs, keys and outputs explains.

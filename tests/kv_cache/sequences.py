@@ -110,6 +110,28 @@ class Oracle:
             self._slide(seq, layer)
         return np.concatenate(out)
 
+    def attend_to_pages(
+        self, layer: int, seqs: Sequence[int], lens: Sequence[int], q: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Output and LSE of rows that see all tokens of their sequence, as the pages hold them."""
+        outs, sums = [], []
+        group = self.model.num_qo_heads // self.model.num_kv_heads
+        rows = np.split(q.astype(np.float64), np.cumsum(lens)[:-1])
+        for seq, x in zip(seqs, rows, strict=True):
+            k, v = (
+                held.get((seq, layer), np.zeros((0, 1, 1))) for held in (self.keys, self.values)
+            )
+            if len(k) == 0:
+                outs.append(np.zeros(x.shape))
+                sums.append(np.full(x.shape[:2], -np.inf))
+                continue
+            scores = np.einsum("nhd,mhd->nhm", x, k.repeat(group, 1)) * SM_SCALE
+            weights = np.exp(scores)
+            total = weights.sum(-1)
+            outs.append(np.einsum("nhm,mhd->nhd", weights, v.repeat(group, 1)) / total[..., None])
+            sums.append(np.log2(total))
+        return np.concatenate(outs), np.concatenate(sums)
+
     def _slide(self, seq: int, layer: int) -> None:
         slide = self.slides.get(seq)
         if slide is None or len(self.keys[seq, layer]) <= slide.window:

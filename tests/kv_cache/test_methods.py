@@ -170,13 +170,8 @@ def test_commit_of_trees_in_a_batch(model: str, drive_on) -> None:
     driver.step([0, 1, 2], [14, 31, 3])
     trees = [[-1, 0, 1, 2], [-1, -1, 0], [-1, 0, 0, 2, 2]]
     driver.step([0, 1, 2], [len(tree) for tree in trees], trees)
-    commit = builtin("attention_kv_cache_commit_accepted_token_tree_nodes")
-    commit(driver.cache, Shape([0, 1, 2]), Shape([2, -1, 4]))
-    for seq, (accepted, tree) in enumerate(zip(([0, 1, 2], [], [0, 2, 4]), trees, strict=True)):
-        size = len(tree)
-        driver.oracle.edit(
-            seq, lambda x, a=accepted, n=size: np.concatenate([x[:-n], x[-n:][a]]), seq
-        )
+    driver.commit_all([0, 1, 2], [2, -1, 4], trees)
+    for seq in (0, 1, 2):
         driver.check_contents(seq)
     driver.step([2, 1, 0], [1, 1, 1])
     driver.step([0, 1], [5, 20])
