@@ -150,6 +150,68 @@ def test_heads_moved_by_the_model() -> None:
     )
 
 
+def rotated(x):
+    """Rotary embedding as Llama's code has it."""
+    half = x.shape[-1] // 2
+    places, pairs = (torch.arange(n, dtype=torch.float32) for n in (x.shape[2], half))
+    angles = places[:, None] * 10000.0 ** (-pairs / half)
+    cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def test_block_of_llama() -> None:
+    """RMS norm, rotary embedding, grouped heads, and a gated network around attention."""
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 64), torch.randn(64, 32), torch.randn(64, 32), torch.randn(64, 64)]
+
+    def block(x):
+        batch, length, _ = x.shape
+        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+        q, k, v = ((y @ w / 8).view(batch, length, -1, 16).transpose(1, 2) for w in weights[:3])
+        q, k = rotated(q), rotated(k)
+        k, v = (
+            z[:, :, None].expand(-1, -1, 2, -1, -1).reshape(batch, 4, length, 16) for z in (k, v)
+        )
+        scores = q @ k.transpose(2, 3) / 4
+        hidden = torch.full((length, length), torch.finfo(x.dtype).min).triu(1)
+        out = torch.softmax(scores + hidden, -1, dtype=torch.float32).to(x.dtype) @ v
+        x = x + out.transpose(1, 2).reshape(batch, length, 64) @ weights[3] / 8
+        return x * torch.sigmoid(x)
+
+    check(block, (torch.randn(2, 6, 64),), [DENSE])
+
+
+def test_encoder_and_decoder() -> None:
+    """As in Whisper: all see all, causal, and a decoder that sees the encoder's states."""
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 192) for _ in range(2)]
+    cross = [torch.randn(64, 64), torch.randn(64, 128)]
+
+    def heads(x):
+        return x.view(*x.shape[:2], 4, 16).transpose(1, 2)
+
+    def joined(x):
+        return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], 64)
+
+    def model(sound, text):
+        q, k, v = map(heads, (sound @ weights[0] / 8).split(64, 2))
+        sound = sound + joined(sdpa(q, k, v))
+        q, k, v = map(heads, (text @ weights[1] / 8).split(64, 2))
+        text = text + joined(sdpa(q, k, v, is_causal=True))
+        k, v = map(heads, (sound @ cross[1] / 8).split(64, 2))
+        return text + joined(sdpa(heads(text @ cross[0] / 8), k, v))
+
+    dim = torch.export.Dim
+    batch = dim("batch", min=1, max=64)
+    check(
+        model,
+        (torch.randn(2, 9, 64), torch.randn(2, 5, 64)),
+        [DENSE] * 3,
+        ({0: batch, 1: dim("frames", min=2, max=512)}, {0: batch, 1: dim("words", min=2, max=512)}),
+        (torch.randn(3, 12, 64), torch.randn(3, 4, 64)),
+    )
+
+
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_written_by_hand(cap: float | None) -> None:
     """Products, a mask and a softmax, as models without the operator have them."""

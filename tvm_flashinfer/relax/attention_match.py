@@ -120,8 +120,8 @@ def _weights(found: _Found, values: rx.Call) -> rx.Call | None:
             if op_name(value) != _DROPOUT:
                 return None
             found.problems.append(
-                "there is a dropout between softmax and values; remove it for inference, as "
-                "relax.transform.DecomposeOpsForInference does"
+                "there is a dropout between softmax and values; export the model for inference, "
+                "which has none"
             )
         elif name in VIEWS:
             roles = before(value, roles)
