@@ -73,6 +73,10 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
     check.FailValue("`num_colocated_ctas` is " + std::to_string(num_colocated_ctas) +
                     ", expected 0: no kernel here shares the GPU with another");
   }
+  if (fixed_split_size != -1 && (fixed_split_size < 1 || fixed_split_size > INT32_MAX)) {
+    check.FailValue(Text("`fixed_split_size` is ", fixed_split_size,
+                         ", expected a positive 32-bit number of pages, or -1"));
+  }
   check.OnHost("qo_indptr", qo_indptr);
   check.OnHost("kv_indptr", kv_indptr);
   check.OnHost("kv_len", kv_len);

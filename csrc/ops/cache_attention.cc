@@ -14,7 +14,8 @@ namespace {
 using Bound = std::shared_ptr<const BoundAttention>;
 
 Function PrefillPaged(Bound bound) {
-  return Function::FromTyped(
+  return Named(
+      bound->op(),
       [bound](TensorView q, TensorView qo_indptr, TensorView pages, TensorView page_indptr,
               TensorView page_indices, TensorView length_info, TensorView k_rope_pos_offset,
               TensorView q_rope_position, TensorView o, TensorView lse, int64_t causal,
@@ -29,11 +30,11 @@ Function PrefillPaged(Bound bound) {
 }
 
 Function DecodePaged(Bound bound) {
-  return Function::FromTyped([bound](TensorView q, TensorView pages, TensorView page_indptr,
-                                     TensorView page_indices, TensorView length_info,
-                                     TensorView k_rope_pos_offset, TensorView q_rope_position,
-                                     TensorView o, TensorView lse, int64_t rotary_mode,
-                                     double rope_scale, double rope_theta, double sm_scale) {
+  return Named(bound->op(), [bound](TensorView q, TensorView pages, TensorView page_indptr,
+                                    TensorView page_indices, TensorView length_info,
+                                    TensorView k_rope_pos_offset, TensorView q_rope_position,
+                                    TensorView o, TensorView lse, int64_t rotary_mode,
+                                    double rope_scale, double rope_theta, double sm_scale) {
     CacheCall call(*bound, q, o, lse, sm_scale);
     call.SetPages(pages, page_indptr, page_indices, length_info);
     call.SetRotary({rotary_mode, rope_scale, rope_theta, q_rope_position, k_rope_pos_offset});
@@ -42,11 +43,11 @@ Function DecodePaged(Bound bound) {
 }
 
 Function PrefillRagged(Bound bound) {
-  return Function::FromTyped([bound](TensorView q, TensorView qo_indptr, TensorView k, TensorView v,
-                                     TensorView kv_indptr, TensorView q_rope_position,
-                                     TensorView k_rope_pos_offset, TensorView o, TensorView lse,
-                                     int64_t causal, int64_t rotary_mode, double rope_scale,
-                                     double rope_theta, double sm_scale) {
+  return Named(bound->op(), [bound](TensorView q, TensorView qo_indptr, TensorView k, TensorView v,
+                                    TensorView kv_indptr, TensorView q_rope_position,
+                                    TensorView k_rope_pos_offset, TensorView o, TensorView lse,
+                                    int64_t causal, int64_t rotary_mode, double rope_scale,
+                                    double rope_theta, double sm_scale) {
     CacheCall call(*bound, q, o, lse, sm_scale);
     call.SetRows(qo_indptr);
     call.SetCausal(causal);
@@ -57,40 +58,41 @@ Function PrefillRagged(Bound bound) {
 }
 
 Function TreePaged(Bound bound) {
-  return Function::FromTyped(
-      [bound](TensorView q, TensorView qo_indptr, TensorView pages, TensorView page_indptr,
-              TensorView page_indices, TensorView length_info, TensorView k_rope_pos_offset,
-              TensorView q_rope_position, TensorView o, TensorView lse, int64_t rotary_mode,
-              double rope_scale, double rope_theta, double sm_scale, TensorView tree_indptr,
-              TensorView tree_mask) {
-        CacheCall call(*bound, q, o, lse, sm_scale);
-        call.SetRows(qo_indptr);
-        call.SetPages(pages, page_indptr, page_indices, length_info);
-        call.SetTree(tree_indptr, tree_mask);
-        call.SetRotary({rotary_mode, rope_scale, rope_theta, q_rope_position, k_rope_pos_offset});
-        call.Run();
-      });
+  return Named(bound->op(), [bound](TensorView q, TensorView qo_indptr, TensorView pages,
+                                    TensorView page_indptr, TensorView page_indices,
+                                    TensorView length_info, TensorView k_rope_pos_offset,
+                                    TensorView q_rope_position, TensorView o, TensorView lse,
+                                    int64_t rotary_mode, double rope_scale, double rope_theta,
+                                    double sm_scale, TensorView tree_indptr, TensorView tree_mask) {
+    CacheCall call(*bound, q, o, lse, sm_scale);
+    call.SetRows(qo_indptr);
+    call.SetPages(pages, page_indptr, page_indices, length_info);
+    call.SetTree(tree_indptr, tree_mask);
+    call.SetRotary({rotary_mode, rope_scale, rope_theta, q_rope_position, k_rope_pos_offset});
+    call.Run();
+  });
 }
 
 Function TreeRagged(Bound bound) {
-  return Function::FromTyped([bound](TensorView q, TensorView qo_indptr, TensorView k, TensorView v,
-                                     TensorView kv_indptr, TensorView q_rope_position,
-                                     TensorView tree_indptr, TensorView tree_mask, TensorView o,
-                                     TensorView lse, int64_t rotary_mode, double rope_scale,
-                                     double rope_theta, double sm_scale) {
-    CacheCall call(*bound, q, o, lse, sm_scale);
-    call.SetRows(qo_indptr);
-    call.SetRaggedKeys(k, v, kv_indptr);
-    call.SetTree(tree_indptr, tree_mask);
-    call.SetRotary({rotary_mode, rope_scale, rope_theta, q_rope_position, std::nullopt});
-    call.Run();
-  });
+  return Named(
+      bound->op(), [bound](TensorView q, TensorView qo_indptr, TensorView k, TensorView v,
+                           TensorView kv_indptr, TensorView q_rope_position, TensorView tree_indptr,
+                           TensorView tree_mask, TensorView o, TensorView lse, int64_t rotary_mode,
+                           double rope_scale, double rope_theta, double sm_scale) {
+        CacheCall call(*bound, q, o, lse, sm_scale);
+        call.SetRows(qo_indptr);
+        call.SetRaggedKeys(k, v, kv_indptr);
+        call.SetTree(tree_indptr, tree_mask);
+        call.SetRotary({rotary_mode, rope_scale, rope_theta, q_rope_position, std::nullopt});
+        call.Run();
+      });
 }
 
 // The functions with a packed mask take the arguments of the prefill functions, then the mask.
 
 Function MaskPaged(Bound bound) {
-  return Function::FromTyped(
+  return Named(
+      bound->op(),
       [bound](TensorView q, TensorView qo_indptr, TensorView pages, TensorView page_indptr,
               TensorView page_indices, TensorView length_info, TensorView k_rope_pos_offset,
               TensorView q_rope_position, TensorView o, TensorView lse, int64_t causal,
@@ -107,7 +109,8 @@ Function MaskPaged(Bound bound) {
 }
 
 Function MaskRagged(Bound bound) {
-  return Function::FromTyped(
+  return Named(
+      bound->op(),
       [bound](TensorView q, TensorView qo_indptr, TensorView k, TensorView v, TensorView kv_indptr,
               TensorView q_rope_position, TensorView k_rope_pos_offset, TensorView o,
               TensorView lse, int64_t causal, int64_t rotary_mode, double rope_scale,
@@ -123,24 +126,24 @@ Function MaskRagged(Bound bound) {
 }
 
 Function MLA(Bound bound) {
-  return Function::FromTyped([bound](TensorView q, TensorView qo_indptr, TensorView pages,
-                                     TensorView page_indptr, TensorView page_indices,
-                                     TensorView length_info, TensorView o, TensorView lse,
-                                     int64_t causal, double sm_scale) {
-    const Checker check(bound->op());
-    check.Rank("pages", pages, 3, "(num_pages, page_size, head_dim)");
-    CacheCall call(*bound, q, o, lse, sm_scale);
-    call.SetRows(qo_indptr);
-    call.SetCausal(causal);
-    call.SetPages(pages, page_indptr, page_indices, length_info);
-    call.Run();
-  });
+  return Named(bound->op(),
+               [bound](TensorView q, TensorView qo_indptr, TensorView pages, TensorView page_indptr,
+                       TensorView page_indices, TensorView length_info, TensorView o,
+                       TensorView lse, int64_t causal, double sm_scale) {
+                 const Checker check(bound->op());
+                 check.Rank("pages", pages, 3, "(num_pages, page_size, head_dim)");
+                 CacheCall call(*bound, q, o, lse, sm_scale);
+                 call.SetRows(qo_indptr);
+                 call.SetCausal(causal);
+                 call.SetPages(pages, page_indptr, page_indices, length_info);
+                 call.Run();
+               });
 }
 
 /*! \brief Requests of equal length in tensors of four dimensions, without index arrays. */
 Function Dense(Bound bound) {
-  return Function::FromTyped([bound](TensorView q, TensorView k, TensorView v, TensorView o,
-                                     Optional<TensorView> lse, int64_t causal, double sm_scale) {
+  return Named(bound->op(), [bound](TensorView q, TensorView k, TensorView v, TensorView o,
+                                    Optional<TensorView> lse, int64_t causal, double sm_scale) {
     RunDense(*bound, {q, k, v, o, lse, causal, sm_scale, std::nullopt, std::nullopt});
   });
 }

@@ -11,6 +11,27 @@
 namespace tvm_flashinfer {
 namespace ops {
 
+namespace {
+
+/*! \brief What can be said of one number for each head before there is a call. */
+void CheckPerHead(const Checker& check, const char* name, const Optional<Tensor>& values) {
+  if (!values.has_value()) return;
+  const Tensor tensor = values.value();
+  const TensorView view(tensor);
+  check.DType(name, view, kFloat32);
+  check.Rank(name, view, 1, "(num_qo_heads,)");
+  check.Contiguous(name, view);
+}
+
+/*! \brief Kernels divide by the cap in float32, where it must be neither 0 nor infinite. */
+void CheckSoftCap(const Checker& check, double cap) {
+  if (cap == 0 || (cap > 0 && std::isnormal(static_cast<float>(cap)))) return;
+  check.FailValue(Text("`logits_soft_cap` is ", cap, ", expected a positive number that float32 ",
+                       "holds, or 0 for none"));
+}
+
+}  // namespace
+
 BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string& options,
                                Optional<Tensor> sinks, Optional<Tensor> alibi_slopes)
     : op_(op), slot_(slot), sinks_(std::move(sinks)), alibi_slopes_(std::move(alibi_slopes)) {
@@ -48,6 +69,9 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
   rotary_dim_ = settings.PositiveInteger("rotary_dim", 0);
   if (rotary_dim_ % 2 != 0) settings.Fail("has an odd `rotary_dim`");
   logits_soft_cap_ = settings.NumberFromZero("logits_soft_cap", 0);
+  CheckSoftCap(check, logits_soft_cap_);
+  CheckPerHead(check, "sinks", sinks_);
+  CheckPerHead(check, "alibi_slopes", alibi_slopes_);
   alibi_by_position_ = settings.Flag("alibi_by_position");
   if (alibi_by_position_ && !alibi_slopes_.has_value()) {
     settings.Fail("has an `alibi_by_position` without `alibi_slopes`, which bind_attention takes");
@@ -67,10 +91,7 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, int64_t window_le
     check.FailValue(Text("`window_left` is ", window_left, ", expected -1 for no window, or W - 1 ",
                          "for one of W keys, at most ", INT32_MAX));
   }
-  if (!(logits_soft_cap >= 0) || std::isinf(logits_soft_cap)) {
-    check.FailValue(Text("`logits_soft_cap` is ", logits_soft_cap,
-                         ", expected a positive number, or 0 for none"));
-  }
+  CheckSoftCap(check, logits_soft_cap);
 }
 
 CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const TensorView& o,

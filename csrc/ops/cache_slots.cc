@@ -37,7 +37,8 @@ Function LatentRaggedRun(const String& options) {
   auto bound =
       std::make_shared<const BoundAttention>("attention_prefill_ragged", CacheSlot::kPrefillRagged,
                                              options, Optional<Tensor>(), Optional<Tensor>());
-  return Function::FromTyped(
+  return Named(
+      "batch_prefill_ragged_run",
       [bound](Optional<TensorView> float_workspace, Optional<TensorView> int_workspace,
               Optional<Array<int64_t>> plan, TensorView q, TensorView k, TensorView v,
               TensorView qo_indptr, TensorView kv_indptr, TensorView o, TensorView lse,
@@ -86,6 +87,7 @@ Function BindSlot(const Checker& check, const JsonSettings& settings, const Stri
                   Optional<Tensor> alibi_slopes) {
   // The Python package registers it. The model may have been compiled with another TVM, and what
   // this one calls must show here and not in a request.
+  check.Flag("support_sliding_window", support_sliding_window);
   if (auto check_tvm = Function::GetGlobal("flashinfer.check_tvm")) (*check_tvm)();
   Function bound = BindAttention(slot, options, Optional<Tensor>(), std::move(alibi_slopes));
   for (const char* scale : {"k_scale", "v_scale", "kv_scale"}) {
@@ -122,22 +124,23 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
     const std::string name = slot;
     const LatentHeadDims latent(check, settings);
     if (latent.qk != 0) {
-      return {String("flashinfer"), LatentRaggedRun(options), Function::FromTyped(BatchPrefillPlan),
-              latent.qk, latent.vo};
+      return {String("flashinfer"), LatentRaggedRun(options),
+              Named("batch_prefill_plan", BatchPrefillPlan), latent.qk, latent.vo};
     }
     if (name == "mla") {
-      return Planned(Function::FromTyped(BatchMLARun), Function::FromTyped(BatchMLAPlan));
+      return Planned(Named("batch_mla_run", BatchMLARun), Named("batch_mla_plan", BatchMLAPlan));
     }
     if (name == "prefill_ragged") {
-      return Planned(Function::FromTyped(BatchPrefillRaggedRun),
-                     Function::FromTyped(BatchPrefillPlan));
+      return Planned(Named("batch_prefill_ragged_run", BatchPrefillRaggedRun),
+                     Named("batch_prefill_plan", BatchPrefillPlan));
     }
     if (name == "prefill_paged") {
-      return Planned(Function::FromTyped(BatchPrefillPagedRun),
-                     Function::FromTyped(BatchPrefillPlan));
+      return Planned(Named("batch_prefill_paged_run", BatchPrefillPagedRun),
+                     Named("batch_prefill_plan", BatchPrefillPlan));
     }
     if (name == "decode_paged") {
-      return Planned(Function::FromTyped(BatchDecodeRun), Function::FromTyped(BatchDecodePlan));
+      return Planned(Named("batch_decode_run", BatchDecodeRun),
+                     Named("batch_decode_plan", BatchDecodePlan));
     }
   }
   return Unplanned(std::move(unplanned));
@@ -146,6 +149,7 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
 Array<Any> MakeCacheSlotWithSlopes(String slot, String options, int64_t support_sliding_window,
                                    Tensor alibi_slopes) {
   const Checker check("cache_slot_with_slopes");
+  check.Defined("alibi_slopes", alibi_slopes);
   const JsonSettings settings(check, "options", options, kExample);
   return Unplanned(BindSlot(check, settings, slot, options, support_sliding_window, alibi_slopes));
 }

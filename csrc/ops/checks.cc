@@ -286,6 +286,15 @@ void Checker::Finite(const char* name, double value) const {
   }
 }
 
+void Checker::Defined(const char* name, const Tensor& tensor) const {
+  if (!tensor.defined()) FailType(Text("`", name, "` is None, expected a tensor"));
+}
+
+void Checker::Flag(const char* name, int64_t value) const {
+  if (value == 0 || value == 1) return;
+  FailValue(Text("`", name, "` is ", value, ", expected 0 or 1"));
+}
+
 void Checker::HeadRatio(int64_t num_qo_heads, int64_t num_kv_heads) const {
   Positive("num_qo_heads", num_qo_heads);
   Positive("num_kv_heads", num_kv_heads);

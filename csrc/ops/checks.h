@@ -19,6 +19,7 @@ namespace tvm_flashinfer {
 namespace ops {
 
 using tvm::ffi::Optional;
+using tvm::ffi::Tensor;
 using tvm::ffi::TensorView;
 
 /*! \brief The parts in words, for messages. */
@@ -98,6 +99,10 @@ class Checker {
 
   void Positive(const char* name, int64_t value) const;
   void Finite(const char* name, double value) const;
+  /*! \brief The tensor is there: a parameter of type Tensor takes None too. */
+  void Defined(const char* name, const Tensor& tensor) const;
+  /*! \brief A number that stands for false or true: 0 or 1. */
+  void Flag(const char* name, int64_t value) const;
   void HeadRatio(int64_t num_qo_heads, int64_t num_kv_heads) const;
 
   /*! \brief Call a CPU kernel; what it refuses is a ValueError. */

@@ -10,6 +10,8 @@
 #include <tvm/ffi/string.h>
 
 #include <cstdint>
+#include <string>
+#include <utility>
 
 namespace tvm_flashinfer {
 namespace ops {
@@ -20,6 +22,12 @@ using tvm::ffi::Optional;
 using tvm::ffi::String;
 using tvm::ffi::Tensor;
 using tvm::ffi::TensorView;
+
+/*! \brief A function with the name that errors about the types of its arguments have. */
+template <typename Callable>
+Function Named(const char* op, Callable callable) {
+  return Function::FromTyped(std::move(callable), std::string("flashinfer.") + op);
+}
 
 Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_workspace,
                                 TensorView pinned_int_workspace, TensorView qo_indptr,

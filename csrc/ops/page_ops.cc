@@ -157,10 +157,10 @@ Function BindAppendPagedKVCache(String options) {
   const JsonSettings settings(check, "options", options, "{\"k_scale\": 0.25}");
   settings.AllowOnly({"k_scale", "v_scale"});
   const KVScales scales{settings.Scale("k_scale"), settings.Scale("v_scale")};
-  return Function::FromTyped(
-      [scales](TensorView pages, TensorView k, TensorView v, TensorView position_map) {
-        Append(scales, pages, k, v, position_map);
-      });
+  return Named("append_paged_kv_cache",
+               [scales](TensorView pages, TensorView k, TensorView v, TensorView position_map) {
+                 Append(scales, pages, k, v, position_map);
+               });
 }
 
 void CopySinglePage(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length) {
@@ -259,9 +259,10 @@ Function BindAppendPagedMLAKVCache(String options) {
   const JsonSettings settings(check, "options", options, "{\"kv_scale\": 0.25}");
   settings.AllowOnly({"kv_scale"});
   const double scale = settings.Scale("kv_scale");
-  return Function::FromTyped([scale](TensorView pages, TensorView kv, TensorView position_map) {
-    AppendMLA(scale, pages, kv, position_map);
-  });
+  return Named("append_paged_mla_kv_cache",
+               [scale](TensorView pages, TensorView kv, TensorView position_map) {
+                 AppendMLA(scale, pages, kv, position_map);
+               });
 }
 
 void CopySinglePageMLA(TensorView pages, int64_t src_page, int64_t tgt_page, int64_t copy_length) {

@@ -30,6 +30,7 @@ Tensor ParallelSamplingFromProb(TensorView probs, TensorView uniform, TensorView
   const int64_t samples = uniform.size(0);
   check.Data("uniform", uniform, device, kFloat32, {samples}, "(m)");
   check.Data("sample_indices", sample_indices, device, kInt32, {samples}, "(m)");
+  check.Defined("out_ids", out_ids);
   const TensorView ids(out_ids);
   check.Data("out_ids", ids, device, kInt32, {samples}, "(m)");
   const kernels::SampleArgs args{samples,

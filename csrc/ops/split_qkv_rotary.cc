@@ -76,6 +76,11 @@ void Run(const Checker& check, const RopeFrequencies& frequencies, const TensorV
   Launch(check, run, args, CurrentStream(device));
 }
 
+bool ApplyRope(const Checker& check, int64_t apply_rope) {
+  check.Flag("apply_rope", apply_rope);
+  return apply_rope == 1;
+}
+
 /*! \brief Frequencies of longrope: TVM's cache passes their factors in every call. */
 class LongropeFrequencies {
  public:
@@ -129,8 +134,9 @@ Function BindLongrope(const Checker& check, double rope_theta, double rope_scale
                                       .PositiveInteger("original_max_position_embeddings", 0);
   auto frequencies = std::make_shared<LongropeFrequencies>(rope_theta, rope_scale, rotary_dim,
                                                            rope_scaling, original_length);
-  return Function::FromTyped([frequencies](TensorView qkv, TensorView position_map, TensorView q,
-                                           TensorView k, TensorView v, AnyView ext_factors) {
+  return Named("split_qkv_rotary", [frequencies](TensorView qkv, TensorView position_map,
+                                                 TensorView q, TensorView k, TensorView v,
+                                                 AnyView ext_factors) {
     const Checker check("split_qkv_rotary");
     const auto factors = ext_factors.try_cast<TensorView>();
     if (!factors.has_value()) {
@@ -155,7 +161,7 @@ void SplitQKVRotary(TensorView qkv, TensorView position_map, TensorView q, Tenso
                     int64_t rotary_dim, String rope_scaling) {
   const Checker check("split_qkv_rotary");
   Run(check, MakeRopeFrequencies(check, rope_theta, rope_scale, rotary_dim, rope_scaling), qkv,
-      position_map, q, k, v, apply_rope != 0);
+      position_map, q, k, v, ApplyRope(check, apply_rope));
 }
 
 Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary_dim,
@@ -165,17 +171,17 @@ Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary
     return BindLongrope(check, rope_theta, rope_scale, rotary_dim, rope_scaling);
   }
   auto frequencies = MakeRopeFrequencies(check, rope_theta, rope_scale, rotary_dim, rope_scaling);
-  return Function::FromTyped(
-      [frequencies = std::move(frequencies)](TensorView qkv, TensorView position_map, TensorView q,
-                                             TensorView k, TensorView v, AnyView apply_rope) {
-        const Checker check("split_qkv_rotary");
-        const auto apply = apply_rope.try_cast<int64_t>();
-        if (!apply.has_value()) {
-          check.FailType("the sixth argument, apply_rope, is a " + apply_rope.GetTypeKey() +
-                         ", expected an integer: only rope_type \"longrope\" takes factors");
-        }
-        Run(check, frequencies, qkv, position_map, q, k, v, *apply != 0);
-      });
+  return Named("split_qkv_rotary", [frequencies = std::move(frequencies)](
+                                       TensorView qkv, TensorView position_map, TensorView q,
+                                       TensorView k, TensorView v, AnyView apply_rope) {
+    const Checker check("split_qkv_rotary");
+    const auto apply = apply_rope.try_cast<int64_t>();
+    if (!apply.has_value()) {
+      check.FailType("the sixth argument, apply_rope, is a " + apply_rope.GetTypeKey() +
+                     ", expected an integer: only rope_type \"longrope\" takes factors");
+    }
+    Run(check, frequencies, qkv, position_map, q, k, v, ApplyRope(check, *apply));
+  });
 }
 
 }  // namespace ops

@@ -125,10 +125,17 @@ def test_slot_names(ops):
 def test_sinks_of_the_wrong_shape(ops, device, rng):
     """Sinks are one float32 per query head."""
     batch = _sliding(rng, device)
-    for array, error in ((np.zeros(3, np.float32), ValueError), (np.zeros(4), TypeError)):
-        bound = ops.bind_attention("prefill_paged", "{}", to_device(array, device).tensor, None)
-        with unchanged(batch.args), refused(error, "sinks"):
-            bound(*(getattr(x, "tensor", x) for x in batch.args.values()))
+    three = to_device(np.zeros(3, np.float32), device).tensor
+    bound = ops.bind_attention("prefill_paged", "{}", three, None)
+    with unchanged(batch.args), refused(ValueError, "sinks"):
+        bound(*(getattr(x, "tensor", x) for x in batch.args.values()))
+
+
+@pytest.mark.parametrize("cap", [1e300, 1e-300])
+def test_caps_that_float32_does_not_hold(ops, cap):
+    """Scores over an infinite cap, or over 0, would be NaN."""
+    with refused(ValueError, "logits_soft_cap", "float32"):
+        ops.bind_attention_decode_paged(json.dumps({"logits_soft_cap": cap}))
 
 
 def test_rotary_dim_above_head_dim(ops, rng):
