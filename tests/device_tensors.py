@@ -194,6 +194,10 @@ class DeviceTensor:
         self.layout[tuple(slice(0, n) for n in array.shape)] = array
         self._owner.copyfrom(self._stage)
 
+    def reset(self) -> None:
+        """Make the whole allocation what it was at first, or after the last `write`."""
+        self._owner.copyfrom(self._stage)
+
     def assert_guards_intact(self, name: str = "tensor") -> None:
         """Fail when a byte of the guard zones at the ends of the allocation was written."""
         raw = self.raw()
