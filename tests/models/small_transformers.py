@@ -133,12 +133,13 @@ class Transformer(nn.Module):
         kept = op.astype(op.reshape(mask, (batch, length, 1)), dtype)
         return op.sum(x * kept, 1) / op.sum(kept, 1)
 
-    def export(self, dtype: str) -> tuple[Any, list[str]]:
-        """The module with symbolic batch and length, and the names of its parameters."""
+    def export(
+        self, dtype: str, batch: int | str = "batch", length: int | str = "length"
+    ) -> tuple[Any, list[str]]:
+        """The module, by default of any batch and length, and the names of its parameters."""
         self.to(dtype)
-        spec = {"forward": {"ids": nn.spec.Tensor(["batch", "length"], "int32"),
-                            "mask": nn.spec.Tensor(["batch", "length"], "int32")}}  # fmt: skip
-        mod, params = self.export_tvm(spec=spec)
+        tokens = nn.spec.Tensor([batch, length], "int32")
+        mod, params = self.export_tvm(spec={"forward": {"ids": tokens, "mask": tokens}})
         return mod, [name for name, _ in params]
 
 

@@ -104,6 +104,26 @@ def test_cuda(name: str, cuda: Any) -> None:
     assert errors[0] <= 2 * errors[1] + 1e-4
 
 
+@pytest.mark.cuda
+def test_cuda_graph(cuda: Any) -> None:
+    """Attention is captured with the rest, and a replay goes by the tokens of its call."""
+    from examples.llama.compile import default_target
+
+    config, rng = MODELS["gpt-d64"], np.random.default_rng(0)
+    weights = {k: v.astype("float16") for k, v in random_weights(config, rng).items()}
+    target, vms = default_target("cuda"), []
+    for captured in (False, True):
+        mod, names = Transformer(config).export("float16", 2, 13)
+        pipeline = rx.get_pipeline("flashinfer", target=target, ship="shared", strict=True)
+        with tvm.transform.PassContext(config={"relax.backend.use_cuda_graph": captured}):
+            vms.append(rx.VirtualMachine(tvm.compile(mod, target, relax_pipeline=pipeline), cuda))
+    params = [tvm.runtime.tensor(weights[name], cuda) for name in names]
+    for _ in range(4):
+        tokens = [tvm.runtime.tensor(x, cuda) for x in inputs(rng, config)]
+        plain, replayed = (vm["forward"](*tokens, *params).numpy() for vm in vms)
+        np.testing.assert_array_equal(replayed, plain)
+
+
 # MiniLM
 
 
