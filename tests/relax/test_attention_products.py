@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tvm
+from attention_forms import (
+    BNSH,
+    BSNH,
+    CROSS,
+    DENSE,
+    MASKED,
+    capped,
+    causal_compared,
+    const,
+    heads_first,
+    hide,
+    numbers_are_kept,
+    of_scores,
+    op,
+    positions,
+    products,
+    random,
+)
 from attention_modules import (
     called,
     dispatched,
@@ -24,43 +41,17 @@ from tvm.ir import assert_structural_equal
 
 from tvm_flashinfer.relax import FallbackWarning
 
-op = rx.op
-DENSE = "flashinfer.attention_dense"
-MASKED = "flashinfer.attention_dense_masked"
 
-#: Heads before lengths, and lengths before heads; symbolic batch and length.
-BNSH = {"q": ("b", 4, "n", 32), "k": ("b", 4, "n", 32), "v": ("b", 4, "n", 32)}
-BSNH = {"q": ("b", "n", 4, 32), "k": ("b", "n", 4, 32), "v": ("b", "n", 4, 32)}
-CROSS = {"q": ("b", 4, "n", 32), "k": ("b", 4, "m", 32), "v": ("b", 4, "m", 32)}
+def numbers_of(mod: tvm.IRModule) -> list[float]:
+    """The causal flag, the window, the cap and the scale of the only call."""
+    found: list[float] = []
 
-Emit = Callable[[rx.Expr], rx.Var]
+    def visit(expr: rx.Expr) -> None:
+        if isinstance(expr, rx.Call) and isinstance(expr.args[0], rx.ExternFunc):
+            found.extend(x.value for x in expr.args[1].fields if hasattr(x, "value"))
 
-
-def const(value: Any, dtype: str = "float32") -> rx.Expr:
-    return rx.const(np.array(value, dtype), dtype)
-
-
-def products(emit: Emit, q: rx.Expr, k: rx.Expr, v: rx.Expr, change: Any = None, scale: Any = 0.25):
-    """The plain form over heads before lengths; `change` is made to scores before the softmax."""
-    transposed = emit(op.permute_dims(k, [0, 1, 3, 2]))
-    scores = emit(op.multiply(emit(op.matmul(q, transposed)), const(scale)))
-    scores = scores if change is None else emit(change(emit, scores))
-    return op.matmul(emit(op.nn.softmax(scores, axis=-1)), v)
-
-
-def heads_first(emit: Emit, *xs: rx.Expr) -> list[rx.Var]:
-    return [emit(op.permute_dims(x, [0, 2, 1, 3])) for x in xs]
-
-
-def positions(emit: Emit, scores: rx.Var) -> tuple[rx.Var, rx.Var]:
-    """Row and key numbers, (n, 1) and (1, m)."""
-    n, m = list(scores.ty.shape)[-2:]
-    row = emit(op.expand_dims(emit(op.arange(0, n, 1, "int64")), [1]))
-    return row, emit(op.expand_dims(emit(op.arange(0, m, 1, "int64")), [0]))
-
-
-def hide(emit: Emit, scores: rx.Var, seen: rx.Expr, value: float = -np.inf) -> rx.Expr:
-    return op.where(emit(seen), scores, const(value))
+    rx.analysis.post_order_visit(mod["main"], visit)
+    return found
 
 
 # The rewritten form
@@ -101,15 +92,6 @@ def test_heads_before_lengths_are_requests() -> None:
 # Forms that are rewritten, and keep their numbers
 
 
-def of_scores(change: Any) -> Any:
-    return lambda emit, q, k, v: products(emit, q, k, v, change)
-
-
-def causal_compared(emit, scores):
-    row, key = positions(emit, scores)
-    return hide(emit, scores, op.less_equal(key, row))
-
-
 def causal_compared_with_the_row_first(emit, scores):
     row, key = positions(emit, scores)
     return hide(emit, scores, op.greater_equal(row, key))
@@ -148,10 +130,6 @@ def window(emit, scores):
     return hide(emit, scores, op.logical_and(emit(op.less_equal(key, row)), after))
 
 
-def capped(emit, scores):
-    return op.multiply(emit(op.tanh(emit(op.divide(scores, const(2.0))))), const(2.0))
-
-
 def capped_and_causal(emit, scores):
     return causal_compared(emit, emit(capped(emit, scores)))
 
@@ -167,34 +145,6 @@ CAUSAL = [
     capped_and_causal,
     window,
 ]
-
-
-def numbers_are_kept(mod: tvm.IRModule, calls: list[str], *arrays: np.ndarray) -> Any:
-    after = dispatched(mod, strict=True)
-    assert called(after) == calls
-    # NumPy has no attention of one operator.
-    reference = run if "R.nn.attention" in mod.script() else run_in_numpy
-    want = reference(mod, *arrays)
-    np.testing.assert_allclose(run(after, *arrays), want, rtol=2e-5, atol=2e-5)
-    # TVM compares no modules, such as that which the library needs.
-    assert_structural_equal(*(m.without_attr("external_mods") for m in (dispatched(after), after)))
-    return after
-
-
-def numbers_of(mod: tvm.IRModule) -> list[float]:
-    """The causal flag, the window, the cap and the scale of the only call."""
-    found: list[float] = []
-
-    def visit(expr: rx.Expr) -> None:
-        if isinstance(expr, rx.Call) and isinstance(expr.args[0], rx.ExternFunc):
-            found.extend(x.value for x in expr.args[1].fields if hasattr(x, "value"))
-
-    rx.analysis.post_order_visit(mod["main"], visit)
-    return found
-
-
-def random(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    return [rng.standard_normal(shape).astype("float32") for shape in shapes]
 
 
 @pytest.mark.parametrize(
@@ -390,207 +340,3 @@ def test_softmax_in_float32() -> None:
 
     after = dispatched(module(tensors(BNSH, "float16"), body), strict=True)
     assert called(after) == [DENSE]
-
-
-# Near misses, which must stay as they are
-
-
-def is_kept(mod: tvm.IRModule, says: str | None) -> None:
-    if says is None:
-        assert_structural_equal(dispatched(mod), mod)
-        return
-    with pytest.warns(FallbackWarning, match=says):
-        after = dispatched(mod)
-    assert_structural_equal(without_report(after), mod)
-    assert {row.status for row in rows(after)} == {"fallback"}
-
-
-def wrong_triangle(emit, scores):
-    full = emit(op.full(list(scores.ty.shape)[-2:], const(-5.0), "float32"))
-    return op.add(scores, emit(op.triu(full, 1)))
-
-
-def clamped(emit, scores):
-    return op.maximum(scores, const(-2.0))
-
-
-def replaced_by_zero(emit, scores):
-    row, key = positions(emit, scores)
-    return hide(emit, scores, op.less_equal(key, row), 0.0)
-
-
-def masked_before_the_cap(emit, scores):
-    return capped(emit, emit(causal_compared(emit, scores)))
-
-
-def of_other_positions(emit, scores):
-    """Key twice the row: affine, and no diagonal."""
-    row, key = positions(emit, scores)
-    return hide(emit, scores, op.less_equal(emit(op.add(key, key)), row))
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (wrong_triangle, "added to scores"),
-        (clamped, "clamped"),
-        (replaced_by_zero, "do not hide"),
-        (masked_before_the_cap, "before they are capped"),
-        (lambda emit, scores: op.subtract(scores, const([1.0] * 9)), "subtracted"),
-        (lambda emit, scores: op.exp(scores), None),
-    ],
-    ids=str,
-)
-def test_other_changes_of_scores(change: Any, says: str | None) -> None:
-    shapes = {name: (2, 4, 9, 32) for name in "qkv"}
-    is_kept(module(tensors(shapes), of_scores(change)), says)
-
-
-def test_positions_that_are_no_diagonal(rng: np.random.Generator) -> None:
-    """They become bits, and keep their meaning."""
-    mod = module(tensors(BNSH), of_scores(of_other_positions))
-    numbers_are_kept(mod, [MASKED], *random(rng, *[(2, 4, 9, 32)] * 3))
-
-
-def softmax_over_rows(emit, q, k, v):
-    scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
-    return op.matmul(emit(op.nn.softmax(scores, axis=-2)), v)
-
-
-def scores_transposed(emit, q, k, v):
-    scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
-    turned = emit(op.permute_dims(scores, [0, 1, 3, 2]))
-    return op.matmul(emit(op.nn.softmax(turned)), v)
-
-
-def heads_mixed(emit, q, k, v):
-    """The weights of one head for the values of another."""
-    scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
-    return op.matmul(emit(op.permute_dims(emit(op.nn.softmax(scores)), [1, 0, 2, 3])), v)
-
-
-def weights_without_scores(emit, q, k, v):
-    return op.matmul(
-        emit(op.nn.softmax(emit(op.add(q, q)))), emit(op.permute_dims(k, [0, 1, 3, 2]))
-    )
-
-
-@pytest.mark.parametrize(
-    "form", [softmax_over_rows, scores_transposed, heads_mixed, weights_without_scores]
-)
-def test_what_is_no_attention(form: Any) -> None:
-    """Left alone and not reported: all sizes are equal, so that only the meaning differs."""
-    shapes = {name: (4, 4, 8, 8) for name in "qkv"}
-    is_kept(module(tensors(shapes), form), None)
-
-
-@pytest.mark.parametrize("used", ["scores", "weights"])
-def test_shared_intermediate(used: str) -> None:
-    def body(emit, q, k, v):
-        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
-        weights = emit(op.nn.softmax(scores))
-        o = emit(op.matmul(weights, v))
-        return rx.Tuple([o, scores if used == "scores" else weights])
-
-    is_kept(module(tensors(BNSH), body), "used elsewhere")
-
-
-def test_dropout() -> None:
-    def body(emit, q, k, v):
-        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
-        dropped = emit(op.nn.dropout(emit(op.nn.softmax(scores)), 0.1))
-        return op.matmul(emit(rx.TupleGetItem(dropped, 0)), v)
-
-    is_kept(module(tensors(BNSH), body), "dropout")
-
-
-def test_scale_that_is_no_constant() -> None:
-    def body(emit, q, k, v, x):
-        return products(emit, q, k, v, lambda emit, scores: op.multiply(scores, x))
-
-    is_kept(module(tensors({**BNSH, "x": ()}), body), "scale of scores is not a constant")
-
-
-def test_unequal_heads() -> None:
-    """Repeated in another order than kernels have: head h of queries has KV head h % 2."""
-
-    def body(emit, q, k, v):
-        def tiled(x):
-            return emit(op.concat([x, x], axis=1))
-
-        k, v = tiled(k), emit(op.repeat(v, 2, axis=1))
-        return products(emit, q, k, v)
-
-    shapes = {"q": ("b", 4, "n", 32), "k": ("b", 2, "m", 32), "v": ("b", 2, "m", 32)}
-    is_kept(module(tensors(shapes), body), "4 heads of keys and 2 of values")
-
-
-def test_tiled_heads_are_not_taken_for_repeated_ones(rng: np.random.Generator) -> None:
-    """Broadcast before the heads, not after them."""
-
-    def tiled(emit, q, k, v):
-        b, heads, m, d = list(k.ty.shape)
-
-        def expanded(x):
-            x = emit(op.broadcast_to(emit(op.expand_dims(x, [1])), [b, 2, heads, m, d]))
-            return emit(op.reshape(x, [b, 2 * heads, m, d]))
-
-        return products(emit, q, expanded(k), expanded(v))
-
-    shapes = {"q": ("b", 4, "n", 32), "k": ("b", 2, "m", 32), "v": ("b", 2, "m", 32)}
-    after = numbers_are_kept(
-        module(tensors(shapes), tiled),
-        [DENSE],
-        *random(rng, (2, 4, 5, 32), *[(2, 2, 9, 32)] * 2),
-    )
-    assert "R.broadcast_to" in after.script()
-
-
-def test_mask_of_heads_that_are_grouped() -> None:
-    def body(emit, q, k, v, seen):
-        k, v = (emit(op.repeat(x, 2, axis=1)) for x in (k, v))
-        return products(emit, q, k, v, lambda e, scores: op.where(seen, scores, const(-np.inf)))
-
-    shapes = {"q": ("b", 4, "n", 32), "k": ("b", 2, "n", 32), "v": ("b", 2, "n", 32)}
-    mod = module(tensors({**shapes, "seen": ("b", 4, "n", "n")}), body)
-    is_kept(mod, "differs between heads")
-
-
-def test_result_of_another_dtype() -> None:
-    def body(emit, q, k, v):
-        scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2])), "float32"))
-        return op.matmul(emit(op.nn.softmax(scores)), emit(op.astype(v, "float32")))
-
-    is_kept(module(tensors(BNSH, "float16"), body), "the result is not")
-
-
-@pytest.mark.parametrize("bias", ["seen", "numbers"])
-def test_bias_of_the_operator(rng: np.random.Generator, bias: str) -> None:
-    """`nn.attention_bias`: what hides keys is served, other numbers are not."""
-
-    def body(emit, q, k, v, seen=None, numbers=None):
-        if seen is not None:
-            numbers = emit(op.where(seen, const(0.0), const(-np.inf)))
-        return op.nn.attention(q, k, v, numbers, 0.25)
-
-    mod = module(tensors({**BSNH, bias: ("b", 1, "n", "n")}), body)
-    if bias == "numbers":
-        is_kept(mod, "tensor numbers is added to scores")
-        return
-    seen = rng.random((2, 1, 9, 9)) < 0.6
-    seen[..., 0] = True
-    numbers_are_kept(mod, [MASKED], *random(rng, *[(2, 9, 4, 32)] * 3), seen)
-
-
-def test_bias_with_top_left_and_more_keys(rng: np.random.Generator) -> None:
-    """Keys, values and the mask are cut to the first keys."""
-
-    def body(emit, q, k, v, seen):
-        bias = emit(op.where(seen, const(0.0), const(-np.inf)))
-        return op.nn.attention(q, k, v, bias, 0.25, "TopLeft")
-
-    shapes = {"q": (2, 3, 4, 32), "k": (2, 7, 4, 32), "v": (2, 7, 4, 32), "seen": (2, 1, 3, 7)}
-    seen = rng.random((2, 1, 3, 7)) < 0.6
-    seen[..., 0] = True
-    arrays = random(rng, *[shapes[name] for name in "qkv"])
-    numbers_are_kept(module(tensors(shapes), body), [MASKED], *arrays, seen)
