@@ -3,6 +3,7 @@
 
 #include "../kernels/cpu/kernels.h"
 #include "attention_args.h"
+#include "cache_scope.h"
 #include "cuda_kernels.h"
 #include "ops.h"
 
@@ -138,6 +139,7 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
                 {"last_page_len", last_page_len}});
   CheckPagedContents(check, page_indptr, page_indices, last_page_len, header.batch_size, k.outer,
                      k.length);
+  RecordState(o, lse);
   if (args.num_rows == 0) return;
   if (IsCPU(device)) {
     check.Run([&] { kernels::cpu::BatchAttentionPaged(args, kv); });

@@ -3,6 +3,7 @@
 
 #include "../kernels/cpu/kernels.h"
 #include "attention_args.h"
+#include "cache_scope.h"
 #include "cuda_kernels.h"
 #include "ops.h"
 
@@ -171,6 +172,7 @@ void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, 
   CheckPagedContents(check, page_indptr, page_indices, last_page_len, header.batch_size, k.outer,
                      k.length);
   args.qo_indptr = DataOf<int32_t>(qo_indptr);
+  RecordState(o, lse);
   if (args.num_rows == 0) return;
   if (IsCPU(device)) {
     check.Run([&] { kernels::cpu::BatchAttentionPaged(args, kv); });
@@ -235,6 +237,7 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
                              values.stride_length,
                              values.stride_head,
                              DataOf<int32_t>(kv_indptr)};
+  RecordState(o, lse);
   if (args.num_rows == 0) return;
   if (IsCPU(device)) {
     check.Run([&] { kernels::cpu::BatchAttentionRagged(args, kv); });

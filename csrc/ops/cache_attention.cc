@@ -51,6 +51,7 @@ Function PrefillRagged(Bound bound) {
     CacheCall call(*bound, q, o, lse, sm_scale);
     call.SetRows(qo_indptr);
     call.SetCausal(causal);
+    call.SetNewTokensWindow();
     call.SetRaggedKeys(k, v, kv_indptr);
     call.SetRotary({rotary_mode, rope_scale, rope_theta, q_rope_position, k_rope_pos_offset});
     call.Run();

@@ -5,6 +5,7 @@
 
 #include "../kernels/cpu/kernels.h"
 #include "attention_args.h"
+#include "cache_scope.h"
 #include "cuda_kernels.h"
 #include "json_settings.h"
 
@@ -54,10 +55,10 @@ BoundAttention::BoundAttention(const char* op, CacheSlot slot, const std::string
   k_scale_ = settings.Scale(slot == CacheSlot::kMLA ? "kv_scale" : "k_scale");
   v_scale_ = settings.Scale(slot == CacheSlot::kMLA ? "kv_scale" : "v_scale");
   layer_window_ = settings.PositiveInteger("layer_window", 0);
-  if (layer_window_ != 0 && slot != CacheSlot::kPrefillPaged && slot != CacheSlot::kDecodePaged) {
+  if (layer_window_ != 0 && (slot == CacheSlot::kMaskPaged || slot == CacheSlot::kMaskRagged)) {
     settings.Fail(
-        "has a `layer_window`, which only the paged prefill and decode slots of sliding "
-        "layers take; leave it out");
+        "has a `layer_window`, which only the slots of a cache with sliding layers take; leave it "
+        "out");
   }
   window_left_ = settings.IntegerFromZero("window_left", -1);
   if (window_left_ >= 0 && layer_window_ != 0) {
@@ -124,6 +125,9 @@ CacheCall::CacheCall(const BoundAttention& bound, const TensorView& q, const Ten
   extras_.logits_soft_cap = bound.logits_soft_cap();
   extras_.sinks = PerHead("sinks", bound.sinks());
   extras_.alibi_slopes = PerHead("alibi_slopes", bound.alibi_slopes());
+  if (bound.layer_window() != 0) {
+    MeetWindow(check_, bound.layer_window(), bound.pages_are_window());
+  }
 }
 
 const float* CacheCall::PerHead(const char* name, const Optional<Tensor>& values) const {
@@ -184,13 +188,29 @@ void CacheCall::SetCausal(int64_t causal) {
   if (causal != 0 && causal != 1) {
     check_.FailValue(Text("`causal` is ", causal, ", expected 0 or 1"));
   }
-  if (bound_.layer_window() == 0) {
+  if (!bound_.pages_are_window()) {
     args_.causal = causal == 1;
   } else if (causal == 1) {
     // TVM's way to say that the pages hold the past alone: row r sees its last W - r - 1 keys.
     extras_.rows_after_keys = true;
     args_.window_left = static_cast<int32_t>(bound_.layer_window() - 1);
   }
+}
+
+int64_t CacheCall::LongestRequest() const {
+  int64_t longest = 0;
+  for (int64_t b = 0; b < args_.batch_size; ++b) {
+    longest = std::max<int64_t>(longest, qo_indptr_.data[b + 1] - qo_indptr_.data[b]);
+  }
+  return longest;
+}
+
+void CacheCall::SetNewTokensWindow() {
+  if (bound_.layer_window() == 0) return;
+  const bool exact = static_cast<bool>(qo_indptr_);
+  const int64_t longest = exact ? LongestRequest() : args_.num_rows;
+  args_.window_left =
+      static_cast<int32_t>(NewTokensWindow(check_, bound_.layer_window(), longest, exact));
 }
 
 void CacheCall::SetKVDType(const char* keys, const TensorView& k, const char* values,
@@ -408,6 +428,7 @@ void CacheCall::SetRotary(const RotaryInputs& rotary) {
 }
 
 void CacheCall::Run() {
+  RecordState(o_, lse_);
   if (args_.num_rows == 0 || args_.batch_size == 0) return;
   if (!IsCPU(device_)) {
     RunOnCuda();

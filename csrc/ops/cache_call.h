@@ -52,6 +52,11 @@ class BoundAttention {
   CacheSlot slot() const { return slot_; }
   /*! \brief Tokens of the window of the layers; 0 for none. */
   int64_t layer_window() const { return layer_window_; }
+  /*! \brief Whether the pages hold the window alone, which those of layers that slide do. */
+  bool pages_are_window() const {
+    return layer_window_ != 0 &&
+           (slot_ == CacheSlot::kPrefillPaged || slot_ == CacheSlot::kDecodePaged);
+  }
   /*! \brief Keys before the diagonal that a row sees; -1 for all of them. */
   int64_t window_left() const { return window_left_; }
   /*! \brief Rotated dimensions; 0 for the whole head. */
@@ -104,6 +109,8 @@ class CacheCall {
   /*! \brief As many requests, each with equally many of the rows. */
   void SetEqualRows(int64_t batch_size);
   void SetCausal(int64_t causal);
+  /*! \brief After the rows, for keys that are the new tokens: the window of the layer. */
+  void SetNewTokensWindow();
   /*! \brief Pages (P, 2, Hkv, S, d), or of MLA (P, S, d); length_info is (B,) or (3, B). */
   void SetPages(const TensorView& pages, const TensorView& page_indptr,
                 const TensorView& page_indices, const TensorView& length_info);
@@ -127,6 +134,8 @@ class CacheCall {
     explicit operator bool() const { return data != nullptr; }
   };
   HostInts ReadInts(const TensorView& tensor) const;
+  /*! \brief Rows of the longest request; only where the host can read qo_indptr. */
+  int64_t LongestRequest() const;
 
   void IndexVector(const char* name, const TensorView& tensor, int64_t size, const char* meaning);
   /*! \brief The outputs share no memory with an input. */
@@ -139,6 +148,7 @@ class CacheCall {
   void CheckPageContents(const HostInts& indptr, const HostInts& indices, const HostInts& lengths,
                          bool sliding);
   void CheckTreeContents(const HostInts& indptr, const HostInts& mask);
+  void CheckTreeDepth(const HostInts& indptr, const HostInts& mask);
   void CheckMaskContents(const HostInts& indptr);
   void RunOnCuda();
 

@@ -1,5 +1,6 @@
 // What hides single keys from the rows of a call: trees and packed masks.
 #include "cache_call.h"
+#include "cache_scope.h"
 
 namespace tvm_flashinfer {
 namespace ops {
@@ -22,7 +23,31 @@ void CacheCall::SetTree(const TensorView& tree_indptr, const TensorView& tree_ma
   extras_.tree_mask = DataOf<int32_t>(tree_mask);
   extras_.num_tree_nodes = tree_mask.numel() / 2;
   const HostInts indptr = ReadInts(tree_indptr);
-  if (indptr) CheckTreeContents(indptr, ReadInts(tree_mask));
+  if (!indptr) return;
+  const HostInts mask = ReadInts(tree_mask);
+  CheckTreeContents(indptr, mask);
+  if (bound_.slot() == CacheSlot::kTreeRagged && bound_.layer_window() != 0 && !IsFullLayer()) {
+    CheckTreeDepth(indptr, mask);
+  }
+}
+
+/*! \brief No way through a tree of new tokens is longer than the window, which it has not. */
+void CacheCall::CheckTreeDepth(const HostInts& indptr, const HostInts& mask) {
+  const int64_t window = bound_.layer_window();
+  for (int64_t b = 0; b < args_.batch_size; ++b) {
+    const int64_t first = indptr.data[b];
+    for (int64_t t = first + window; t < indptr.data[b + 1]; ++t) {
+      int64_t depth = 0;
+      for (int64_t s = first; s <= t; ++s) {
+        depth += mask.data[2 * s] <= mask.data[2 * t] && mask.data[2 * t] < mask.data[2 * s + 1];
+      }
+      if (depth <= window) continue;
+      check_.FailValue(Text("the token tree of request ", b, " has a way of ", depth,
+                            " nodes, the window of the cache's sliding layers is ", window,
+                            "; there is no window inside a tree, so give trees of at most ", window,
+                            " nodes on a way"));
+    }
+  }
 }
 
 void CacheCall::CheckTreeContents(const HostInts& indptr, const HostInts& mask) {

@@ -4,10 +4,12 @@
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 
 #include "cache_call.h"
+#include "cache_scope.h"
 #include "checks.h"
 #include "json_settings.h"
 #include "ops.h"
@@ -18,6 +20,7 @@ namespace ops {
 namespace {
 
 using tvm::ffi::Any;
+using tvm::ffi::PackedArgs;
 
 Array<Any> Planned(Function run, Function plan) {
   return {String("flashinfer"), std::move(run), std::move(plan)};
@@ -63,6 +66,63 @@ Function LatentRaggedRun(const String& options) {
                               qo_indptr, kv_indptr, o, lse, mask_mode, layout, window_left,
                               enable_pdl, sm_scale, rope_rcp_scale, rope_rcp_theta);
       });
+}
+
+/*! \brief A plan with the rows of the longest request behind it. */
+Function PlanWithLongest() {
+  const Function plan = Named("batch_prefill_plan", BatchPrefillPlan);
+  return Function::FromPacked([plan](PackedArgs args, Any* result) {
+    plan.CallPacked(args, result);
+    const auto qo_indptr = args[3].cast<TensorView>();
+    const int32_t* rows = DataOf<int32_t>(qo_indptr);
+    int64_t longest = 0;
+    for (int64_t b = 1; b < qo_indptr.size(0); ++b) {
+      longest = std::max<int64_t>(longest, rows[b] - rows[b - 1]);
+    }
+    auto numbers = result->cast<Array<int64_t>>();
+    numbers.push_back(longest);
+    *result = std::move(numbers);
+  });
+}
+
+/*!
+ * \brief Attention over the new tokens in a cache with sliding layers, with a plan of
+ * PlanWithLongest where no window cuts a request. TVM plans nothing for a stage of a pipeline whose
+ * layers all slide.
+ */
+Function SlidingRaggedRun(const String& options, int64_t layer_window) {
+  auto bound =
+      std::make_shared<const BoundAttention>("attention_prefill_ragged", CacheSlot::kPrefillRagged,
+                                             options, Optional<Tensor>(), Optional<Tensor>());
+  return Named("batch_prefill_ragged_run",
+               [bound, layer_window](
+                   Optional<TensorView> float_workspace, Optional<TensorView> int_workspace,
+                   Optional<Array<int64_t>> plan, TensorView q, TensorView k, TensorView v,
+                   TensorView qo_indptr, TensorView kv_indptr, TensorView o, TensorView lse,
+                   int64_t mask_mode, int64_t layout, int64_t window_left, bool enable_pdl,
+                   double sm_scale, double rope_rcp_scale, double rope_rcp_theta) {
+                 const bool planned = float_workspace.has_value() && int_workspace.has_value() &&
+                                      plan.has_value() && !plan.value().empty();
+                 if (planned) {
+                   Array<int64_t> numbers = plan.value();
+                   const int64_t longest = numbers.back();
+                   numbers.pop_back();
+                   const Checker check("batch_prefill_ragged_run");
+                   if (NewTokensWindow(check, layer_window, longest, /*exact=*/true) < 0) {
+                     BatchPrefillRaggedRun(float_workspace.value(), int_workspace.value(), numbers,
+                                           q, k, v, qo_indptr, kv_indptr, o, lse, mask_mode, layout,
+                                           window_left, enable_pdl, sm_scale, rope_rcp_scale,
+                                           rope_rcp_theta);
+                     return;
+                   }
+                 }
+                 CacheCall call(*bound, q, o, lse, sm_scale);
+                 call.SetRows(qo_indptr);
+                 call.SetCausal(mask_mode);
+                 call.SetNewTokensWindow();
+                 call.SetRaggedKeys(k, v, kv_indptr);
+                 call.Run();
+               });
 }
 
 /*! \brief Head dimensions of MLA before compression, for which TVM plans; 0 in other caches. */
@@ -129,6 +189,10 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
     }
     if (name == "mla") {
       return Planned(Named("batch_mla_run", BatchMLARun), Named("batch_mla_plan", BatchMLAPlan));
+    }
+    if (name == "prefill_ragged" && settings.Has("layer_window")) {
+      const int64_t layer_window = settings.PositiveInteger("layer_window", 0);
+      return Planned(SlidingRaggedRun(options, layer_window), PlanWithLongest());
     }
     if (name == "prefill_ragged") {
       return Planned(Named("batch_prefill_ragged_run", BatchPrefillRaggedRun),

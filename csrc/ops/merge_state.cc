@@ -1,5 +1,6 @@
 // Merge of attention states over disjoint keys.
 #include "../kernels/cpu/kernels.h"
+#include "cache_scope.h"
 #include "cuda_kernels.h"
 #include "ops.h"
 
@@ -47,6 +48,7 @@ void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, 
   CheckMerged(check, "s_merged", s_merged, {{"s_a", s_a}, {"s_b", s_b}});
   check.NoOverlap("v_merged", v_merged, {{"s_a", s_a}, {"s_b", s_b}, {"s_merged", s_merged}});
   check.NoOverlap("s_merged", s_merged, {{"v_a", v_a}, {"v_b", v_b}});
+  RecordState(v_merged, s_merged);
   Merge(check,
         {dtype, n, static_cast<int32_t>(heads), static_cast<int32_t>(dim), DataOf(v_a),
          DataOf<float>(s_a), DataOf(v_b), DataOf<float>(s_b), DataOf(v_merged),
@@ -69,6 +71,7 @@ void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorVie
   CheckMerged(check, "s", s, {{"s_other", s_other}});
   check.NoOverlap("v", v, {{"s", s}, {"s_other", s_other}});
   check.NoOverlap("s", s, "v_other", v_other);
+  RecordState(v, s);
   Merge(check,
         {dtype, n, static_cast<int32_t>(heads), static_cast<int32_t>(dim), DataOf(v),
          DataOf<float>(s), DataOf(v_other), DataOf<float>(s_other), DataOf(v), DataOf<float>(s)},

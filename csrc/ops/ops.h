@@ -16,6 +16,7 @@
 namespace tvm_flashinfer {
 namespace ops {
 
+using tvm::ffi::AnyView;
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 using tvm::ffi::Optional;
@@ -109,6 +110,18 @@ void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, 
 void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorView s_other);
 
 void ApplyAttentionSinks(TensorView o, TensorView lse, TensorView sinks);
+
+// Methods of TVM's cache with what they have no argument for. They keep TVM's order, and `o` last.
+void CacheAttentionInWindow(AnyView cache, int64_t layer_id, double sm_scale, int64_t window,
+                            Tensor qkv, Tensor o);
+void CacheSelfAttentionInWindow(AnyView cache, int64_t layer_id, double sm_scale, int64_t window,
+                                Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse);
+void CacheSharedAttentionInWindow(AnyView cache, int64_t source_layer_id, double sm_scale,
+                                  int64_t window, Tensor q, Tensor k, Tensor v, Tensor o);
+void CacheAttentionWithSinks(AnyView cache, int64_t layer_id, double sm_scale, Tensor qkv,
+                             Tensor sinks, Tensor o);
+void CacheAttentionWithSinksInWindow(AnyView cache, int64_t layer_id, double sm_scale,
+                                     int64_t window, Tensor qkv, Tensor sinks, Tensor o);
 
 void SplitQKVRotary(TensorView qkv, TensorView position_map, TensorView q, TensorView k,
                     TensorView v, int64_t apply_rope, double rope_theta, double rope_scale,

@@ -43,11 +43,17 @@ class Model:
     mla_head_dims: tuple[int, int] = (0, 0)
     soft_cap: float = 0.0
     alibi_slopes: tuple[float, ...] = ()
+    beside_tvms: bool = True
 
     @property
     def is_generic(self) -> bool:
         """Whether the generic call for a cache carries all of it; TVM's cache does then too."""
-        return not self.soft_cap and not self.alibi_slopes
+        return self.beside_tvms and not self.soft_cap and not self.alibi_slopes
+
+    def window_of(self, layer: int) -> int:
+        """Tokens of the window of a layer, or -1."""
+        kind = self.attn_kind if isinstance(self.attn_kind, str) else self.attn_kind[layer]
+        return self.layer_window if kind == "mha_sliding" else -1
 
     @property
     def library(self) -> Library:
@@ -116,6 +122,18 @@ MODELS = {
     ),
     "window24": Model(attn_kind=("mha", "mha_sliding"), layer_window=24),
     "window7_group4": Model(8, 2, attn_kind=("mha_sliding", "mha"), layer_window=7),
+    # On CUDA this one has plans.
+    "window24_head64": Model(
+        2,
+        2,
+        head_dim=64,
+        rotary_dim=64,
+        dtype="float16",
+        attn_kind=("mha", "mha_sliding"),
+        layer_window=24,
+        beside_tvms=False,
+    ),
+    "capped_window24": Model(soft_cap=1.5, attn_kind=("mha_sliding", "mha"), layer_window=24),
     "capped": Model(soft_cap=1.5),
     "capped_head64_group4": Model(4, 1, head_dim=64, rotary_dim=64, dtype="float16", soft_cap=1.5),
     "alibi": Model(rope_mode=int(RopeMode.NONE), alibi_slopes=SLOPES),

@@ -63,6 +63,8 @@ class Driver:
         self.oracle = Oracle(model, slides=support_sliding_window == 1)
         self.rng = np.random.default_rng(0)
         self.error = 0.0
+        self.tells_windows = which == "flashinfer" and "mha_sliding" in model.attn_kind
+        self.sinks: np.ndarray | None = None
 
     def empty(self, shape: Sequence[int], dtype: str | None = None) -> tvm.runtime.Tensor:
         """Make room on the device, for the dtype of the model unless another is named."""
@@ -136,14 +138,27 @@ class Driver:
             heads = model.num_qo_heads + 2 * model.num_kv_heads
             qkv = self.random(tokens, heads, model.head_dim)
             out = self.empty((tokens, model.num_qo_heads, model.head_dim))
-            fused = builtin("attention_kv_cache_attention_with_fused_qkv")
             if with_lse and not decoding:
                 self._check_pages(layer, seqs, lens)
-            fused(self.cache, layer, SM_SCALE, self.given(qkv), out)
-            self.check(out.numpy(), self.oracle.attend(layer, seqs, lens, qkv, **trees))
+            self.attend(layer, self.given(qkv), out)
+            sinks = None if self.sinks is None else self.sinks[layer]
+            expected = self.oracle.attend(layer, seqs, lens, qkv, **trees, sinks=sinks)
+            self.check(out.numpy(), expected)
             if with_lse and decoding:
                 self._check_pages(layer, seqs, lens)
         builtin("kv_state_end_forward")(self.cache)
+
+    def attend(self, layer: int, qkv: Any, out: Any) -> None:
+        """Call the cache for one layer, with the sinks there are, and with its window."""
+        window = [self.model.window_of(layer)] if self.tells_windows else []
+        if self.sinks is None and not window:
+            name, tensors = "vm.builtin.attention_kv_cache_attention_with_fused_qkv", [qkv]
+        elif self.sinks is None:
+            name, tensors = "flashinfer.cache_attention_in_window", [qkv]
+        else:
+            name = "flashinfer.cache_attention_with_sinks" + "_in_window" * len(window)
+            tensors = [qkv, self.given(self.sinks[layer])]
+        tvm_ffi.get_global_func(name)(self.cache, layer, SM_SCALE, *window, *tensors, out)
 
     def _check_pages(self, layer: int, seqs: Sequence[int], lens: Sequence[int]) -> None:
         if not any(len(self.oracle.keys.get((seq, layer), ())) for seq in seqs):

@@ -63,17 +63,16 @@ class Oracle:
         qkv: np.ndarray,
         visible: Sequence[np.ndarray] | None = None,
         depths: Sequence[np.ndarray] | None = None,
+        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
         """Append a step's keys and values, and attend to all of them.
 
         `visible` and `depths` describe token trees: which new tokens each new token sees, and how
-        deep it is.
+        deep it is. `sinks` has one of each query head.
         """
         model = self.model
         h, g = model.num_qo_heads, model.num_kv_heads
-        sliding_layer = not isinstance(model.attn_kind, str) and (
-            model.attn_kind[layer] == "mha_sliding"
-        )
+        window = model.window_of(layer)
         out, start = [], 0
         for index, (seq, n) in enumerate(zip(seqs, lens, strict=True)):
             x = qkv[start : start + n].astype(np.float64)
@@ -92,11 +91,12 @@ class Oracle:
             q = self.rotate(q, places, len(qkv))
             new = np.tril(np.ones((n, n), bool)) if visible is None else visible[index]
             old = np.ones((n, past), bool)
-            if sliding_layer:
-                # A row counts itself. TVM goes by rows in a tree too, whatever their depth, and has
-                # no window inside of a chunk.
-                old &= np.arange(past) > past + np.arange(n)[:, None] - model.layer_window
             seen = np.concatenate([old, new], 1)
+            if window >= 0:
+                # A row counts itself. TVM goes by rows in a tree too, whatever their depth.
+                tail = past if visible is not None else past + n
+                rows = past + np.arange(n)[:, None]
+                seen[:, :tail] &= np.arange(tail) > rows - window
             scores = np.einsum("nhd,mhd->hnm", q, k.repeat(h // g, 1)) * SM_SCALE
             if model.soft_cap:
                 scores = model.soft_cap * np.tanh(scores / model.soft_cap)
@@ -104,8 +104,12 @@ class Oracle:
                 distances = np.concatenate([np.arange(past), places]) - places[:, None]
                 scores = scores + np.array(model.alibi_slopes)[:, None, None] * distances
             scores = np.where(seen[None], scores, -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
+            top = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - top)
+            total = weights.sum(-1, keepdims=True)
+            if sinks is not None:
+                total += np.exp(sinks.astype(np.float64)[:, None, None] - top)
+            weights /= total
             out.append(np.einsum("hnm,mhd->nhd", weights, v.repeat(h // g, 1)))
             self._slide(seq, layer)
         return np.concatenate(out)

@@ -191,7 +191,8 @@ def makers(ops: Any) -> Any:
 
 def test_every_function_has_an_example(ops: Any) -> None:
     """With every parameter; functions that return one have an example of that too."""
-    listed = signatures()
+    # Of calls of TVM's cache most arguments are TVM's to check; their tests are in tests/kv_cache.
+    listed = {name: s for name, s in signatures().items() if "cache" not in s.parameters}
     assert set(listed) == {name for name in MAKERS if not name.endswith("()")}
     make = Maker(ops, tvm.cpu(0))
     for name, (returns, parameters) in listed.items():

@@ -270,7 +270,7 @@ def test_window_of_layers(generic_module, llvm) -> None:
         assert list(call.args[1].values)[5] == 512
         assert list(call.args[7].values) == [int(AttnKind.MHA_SLIDING), int(AttnKind.MHA)]
     windows = [json.loads(call.args[2].value).get("layer_window") for call in slot_calls(after)]
-    assert windows == [None, None, None, 512, 512, None, None]
+    assert windows == [512, None, None, 512, 512, 512, 512]
 
 
 def test_no_window_without_layers_that_slide(generic_module, llvm) -> None:

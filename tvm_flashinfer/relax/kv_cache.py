@@ -242,7 +242,7 @@ def _attention_slots(
     slopes = rx.const(np.array(config.alibi_slopes, "float32")) if config.alibi_slopes else None
 
     def made(slot: slots.Slot, **latent: int) -> rx.Var:
-        options = {**common, **latent, **(window if slot in slots.WINDOW_SLOTS else {})}
+        options = {**common, **latent, **(window if slot in slots.LAYER_WINDOW_SLOTS else {})}
         name_and_options = StringImm(slot.attention), StringImm(json.dumps(options, sort_keys=True))
         if slopes is not None:
             function = slots.CACHE_SLOT_WITH_SLOPES

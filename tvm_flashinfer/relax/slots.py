@@ -81,6 +81,10 @@ ATTENTION_SLOTS = (
 #: The two of them whose pages are a window: of the layers that slide, or of the whole cache.
 WINDOW_SLOTS = (PREFILL_WINDOW, DECODE_WINDOW)
 
+#: Those that serve layers with a window, alone or besides others: in a cache with such layers they
+#: are told the window.
+LAYER_WINDOW_SLOTS = (PREFILL_RAGGED, *WINDOW_SLOTS, TREE_PAGED, TREE_RAGGED)
+
 #: All slots that a cache of multi-head attention fills, in the order of TVM's arguments.
 SLOTS = (
     APPEND,
