@@ -184,7 +184,7 @@ def run(
     if not kinds:
         print("no cache of the kind asked for; the reasons are above", file=sys.stderr)
         return 2
-    # A chunk longer than the window of some layers would have no window inside itself.
+    # On TVM's own kernels a chunk longer than the window of some layers has none inside itself.
     chunk = min(512, getattr(gguf_model.config, "sliding_window", 512))
     answers: list[Generation] = []
     for kind in kinds:

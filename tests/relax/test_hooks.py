@@ -204,7 +204,7 @@ def test_hooked_cache_takes_caps_and_slopes(llvm, monkeypatch) -> None:
     (row,) = [row for row in report_of(mod).rows if row.slot == "decode_paged"]
     assert row.reasons == ("scores are capped at 30.0", "ALiBi by positions")
     extra["attention_sinks"] = [1.0] * 8
-    with pytest.warns(FallbackWarning, match="apply_attention_sinks"):
+    with pytest.warns(FallbackWarning, match="attention_with_sinks"):
         create(llvm)
 
 

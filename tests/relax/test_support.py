@@ -182,7 +182,10 @@ def config_of(mod, **changes) -> PagedKVCacheConfig:
         ({"logits_soft_cap": float("nan")}, "logits_soft_cap is nan"),
         ({"alibi_slopes": (0.5,)}, "1 values; there must be one for each of the 32 query heads"),
         ({"alibi_slopes": (float("inf"),) * 32}, "not finite"),
-        ({"attention_sinks": [0.0] * 32}, "flashinfer.apply_attention_sinks once after the last"),
+        (
+            {"attention_sinks": [0.0] * 32},
+            "call tvm_flashinfer.relax.attention_with_sinks in the place",
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["cuda", "llvm"])

@@ -15,6 +15,8 @@ except ModuleNotFoundError as error:
         name="tvm",
     ) from error
 
+from tvm_flashinfer.relax.bind_layer_windows import BindLayerWindows
+from tvm_flashinfer.relax.cache_attention import attention_with_sinks
 from tvm_flashinfer.relax.config import KVCacheCallError, PagedKVCacheConfig, parse_generic_call
 from tvm_flashinfer.relax.dispatch_attention import DispatchAttention
 from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
@@ -26,6 +28,7 @@ from tvm_flashinfer.relax.strict import FallbackWarning, StrictModeError, set_st
 from tvm_flashinfer.relax.support import UnsupportedConfigError, unsupported_reasons
 
 __all__ = [
+    "BindLayerWindows",
     "CompileReport",
     "DispatchAttention",
     "DispatchKVCacheCreation",
@@ -37,6 +40,7 @@ __all__ = [
     "StrictModeError",
     "UnsupportedConfigError",
     "attention_patterns",
+    "attention_with_sinks",
     "flashinfer_pipeline",
     "last_report",
     "parse_generic_call",

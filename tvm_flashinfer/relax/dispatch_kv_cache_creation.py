@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import relax as rx
@@ -15,6 +15,7 @@ from tvm.target import Target
 from tvm_flashinfer.kernels.errors import KernelError
 from tvm_flashinfer.relax import slots
 from tvm_flashinfer.relax._compat import DEFAULT_LAYER_WINDOW, HAS_LAYER_WINDOW
+from tvm_flashinfer.relax.bind_layer_windows import bind_windows_of
 from tvm_flashinfer.relax.config import (
     GENERIC_SYMBOL,
     KVCacheCallError,
@@ -61,7 +62,8 @@ class DispatchKVCacheCreation:
     ``flashinfer.*``, and ``create_tir_paged_kv_cache``, whose cache runs on TVM's kernels; the
     runtime of MLC LLM takes the first one unless the model slides its window globally. A cache that
     cannot be served, or whose kernels cannot be built, gets the second one only, and one that TVM
-    has no kernels for (MLA on CPU, longrope) the first. All other functions stay the same objects.
+    has no kernels for (MLA on CPU, longrope) the first. Where layers slide, attention calls are
+    told their window, as by `BindLayerWindows`. All other functions stay the same objects.
 
     The module gets a report, as an attribute and as the function ``flashinfer_report``.
 
@@ -139,6 +141,9 @@ class DispatchKVCacheCreation:
         for site, why_not in zip(sites, reasons, strict=True):
             self._add_creations(builder, site, target, served=not why_not)
         new_mod = _with_distinct_symbols(builder.get(), mod)
+        if not all(reasons):
+            new_mod, note = bind_windows_of(new_mod, self.configs)
+            rows = _with_window_note(rows, sites, note)
         self.report = CompileReport(target.kind.name, ship, rows)
         _warn_of_fallbacks(sites, reasons)
         return attach_report(new_mod, self.report)
@@ -179,6 +184,19 @@ class DispatchKVCacheCreation:
         violations = strict_violations(rows)
         if violations and strict_mode(self.strict):
             raise StrictModeError(violations)
+
+
+def _with_window_note(rows: list[ReportRow], sites: list[_Site], note: str) -> list[ReportRow]:
+    """Return a report that says of new tokens in sliding layers what becomes of them."""
+    sliding = {
+        site.name_for(kind) for site in sites if site.config.has_sliding_layers for kind in _KINDS
+    }
+    return [
+        replace(row, reasons=(*row.reasons, note))
+        if row.site in sliding and row.slot == slots.PREFILL_RAGGED.name
+        else row
+        for row in rows
+    ]
 
 
 def _find_sites(mod: tvm.IRModule, layer_window: int) -> list[_Site]:

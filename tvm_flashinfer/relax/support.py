@@ -353,10 +353,9 @@ def _attention_sinks(config: PagedKVCacheConfig) -> list[str]:
     if config.attention_sinks is None:
         return []
     return [
-        "attention_sinks are given; TVM's cache merges states of several calls, each of which "
-        "would count them, and does not say which layer calls. Where o and LSE are at hand, as "
-        "after merge_attn_output_inplace, apply flashinfer.apply_attention_sinks once after the "
-        "last merge; flashinfer.bind_attention takes sinks too"
+        "attention_sinks are given; a cache holds none, since layers differ in them. Let the model "
+        "call tvm_flashinfer.relax.attention_with_sinks in the place of the cache's method "
+        "attention_with_fused_qkv, with the sinks of the layer"
     ]
 
 
