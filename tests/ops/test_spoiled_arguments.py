@@ -17,10 +17,9 @@ import pytest
 import tvm
 from calls import passed
 from device_tensors import DeviceTensor, to_device
+from good_calls import MAKERS, Example, Maker
 from refusals import cut, dtype, other_device, refused, sparse_last, strided_copy
 from signatures import signatures
-
-from good_calls import MAKERS, Example, Maker
 
 NUMBERS = (-1, -5, -(2**31), 2**31, 2**40, 2**63 - 1)
 
