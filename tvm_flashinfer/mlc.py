@@ -162,7 +162,7 @@ def _dtype_imm() -> type:
 
 
 def _tensor_constant() -> type:
-    from tvm import ir, relax
+    from tvm import ir, relax, runtime
 
     class TensorConstant(type):
         """A constant that holds a tensor is one of TVM's `GenericConst`."""
@@ -171,7 +171,7 @@ def _tensor_constant() -> type:
             return relax.const(tensor)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, ir.GenericConst)
+            return isinstance(value, ir.GenericConst) and isinstance(value.value, runtime.Tensor)
 
     return TensorConstant("Constant", (), {})
 
@@ -257,6 +257,18 @@ class _Overlay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["__wrapped__"], name)
+
+
+def _without_tensor_cores(dlight: ModuleType) -> _Overlay:
+    """Return TVM's schedules with one of matrix products that uses no tensor intrinsics."""
+
+    class Matmul(dlight.gpu.Matmul):
+        def apply(self, func: Any, target: Any, tunable: bool) -> Any:
+            """Schedule a function as TVM does where it is told not to tensorize."""
+            func = func.with_attr("dlight.do_not_tensorize", 1)
+            return super().apply(func, target, tunable)
+
+    return _Overlay(dlight, gpu=_Overlay(dlight.gpu, Matmul=Matmul))
 
 
 def _scalars_apart(tvm: ModuleType) -> _Overlay:
@@ -374,6 +386,14 @@ CHANGES: tuple[Change, ...] = (
             "mlc_llm.op.triton:nn",
             "mlc_llm.model.vision.image_processing:op",
         )
+    ),
+    *(
+        _wrapper(
+            f"mlc_llm.compiler_pass.{module}:dl",
+            "TVM 0.26 and 0.27 crash where they tensorize a product of float16 (sm_80, sm_90)",
+            _without_tensor_cores,
+        )
+        for module in ("pipeline", "low_batch_specialization")
     ),
     _wrapper(
         "mlc_llm.compiler_pass.pipeline:tvm",

@@ -32,7 +32,7 @@ def test_names(stand_in) -> None:
         assert isinstance(relax.const(1.0), relax.Constant)
         for other in (relax.prim_value(1), relax.StringImm("mha")):
             assert not isinstance(other, (relax.Constant, relax.DataTypeImm))
-        assert not isinstance(zero, relax.DataTypeImm)
+        assert not isinstance(zero, relax.DataTypeImm) and not isinstance(dtype, relax.Constant)
         assert tirx.StringImm("x").value == "x"
 
         n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +106,39 @@ def test_functions_of_scalars_are_not_fused() -> None:
     assert patterns[1] == {**patterns[0], "fill": 8}
     assert patterns[0]["fill"] != 8
     assert patterns[0]["add"] != 8
+
+
+PRODUCT = """
+import sys
+import tvm
+from tvm import relax, tirx
+from tvm.s_tir import dlight
+from tvm_flashinfer import mlc
+
+x = relax.Var("x", relax.TensorType([1, tirx.Var("m", "int64"), 256], "float16"))
+w = relax.Var("w", relax.TensorType([256, 512], "float16"))
+builder = relax.BlockBuilder()
+with builder.function("main", [x, w]):
+    builder.emit_func_output(builder.emit(relax.op.matmul(x, w)))
+mod = relax.transform.LegalizeOps()(builder.get())
+target = {"kind": "cuda", "arch": sys.argv[1], "max_threads_per_block": 1024}
+target |= {"max_shared_memory_per_block": 49152, "thread_warp_size": 32}
+ours = mlc._without_tensor_cores(dlight)
+with tvm.target.Target(target):
+    scheduled = ours.ApplyDefaultSchedule(ours.gpu.Matmul())(mod).script()
+print("blockIdx.x" in scheduled, "wmma" in scheduled)
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a"])
+def test_products_of_float16(arch: str, python_path: str) -> None:
+    """In a process of its own: TVM's own schedule of the first two ends in a segmentation fault."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCT, arch],
+        env={**os.environ, "PYTHONPATH": python_path},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["True", "False"]
 
 
 @T.prim_func(s_tir=True)
