@@ -100,6 +100,33 @@ print(merge())
     assert "second copy" not in done.stderr
 
 
+@pytest.mark.parametrize("installed", [False, True], ids=["alone", "beside-flashinfer"])
+@pytest.mark.parametrize("order", ["tvm, tvm_flashinfer", "tvm_flashinfer, tvm", "tvm", "tvm_ffi"])
+def test_orders_of_imports(tmp_path, order, installed):
+    """Every function is there once, whichever import comes first; flashinfer-python is left alone.
+
+    `import tvm` alone loads an installed package, which a checkout on the path is not.
+    """
+    if installed:
+        (tmp_path / "flashinfer").mkdir()
+        (tmp_path / "flashinfer/__init__.py").write_text("print('imported')")
+        info = tmp_path / "flashinfer_python-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flashinfer-python\n")
+    code = f"""
+import {order}
+import numpy as np, tvm_flashinfer, tvm_ffi
+{MERGE}
+print(merge())
+ours = [x for x in tvm_ffi.registry.list_global_func_names() if x.startswith("flashinfer.")]
+print(len(ours) == len(set(ours)), "flashinfer.batch_decode_run" in ours)
+"""
+    path = os.pathsep.join([str(tmp_path), str(Path(tvm_flashinfer.__file__).parent.parent)])
+    done = run(code, PYTHONPATH=path)
+    assert done.stdout == "1.0\nTrue True\n"
+    assert "second copy" not in done.stderr
+
+
 def test_second_copy(tmp_path):
     """Another file with the same functions: the first ones stay in use, and stderr says so."""
     copy = shutil.copy(native_library(), tmp_path)

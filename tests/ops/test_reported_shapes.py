@@ -12,7 +12,7 @@ import oracle
 import pytest
 import tvm_ffi
 from batches import Spec, indptr_of
-from functions import DECODE, PLANNED, RAGGED, Attend, batch_for, each, served
+from functions import DECODE, PLANNED, PREFILL, RAGGED, Attend, batch_for, each, served
 from refusals import refused, unchanged
 
 
@@ -34,6 +34,12 @@ def test_heads(attend, rng, function, heads, head_dim):
     """Groups of 3, 7, 16, 32, 64 and 71 query heads per KV head; prefill and decode."""
     spec = Spec((40, 7, 260), (40, 1, 9), heads, head_dim, causal=True)
     attend.check(function, rng, spec)
+
+
+@each(*PREFILL)
+def test_one_prompt(attend, rng, function):
+    """16 tokens, 32/8 heads, d 128, one full page of 16."""
+    attend.check(function, rng, Spec((16,), (16,), (32, 8), 128, causal=True))
 
 
 @each(*DECODE)
