@@ -73,7 +73,10 @@ class Ops:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import tvm_ffi
 
-        return tvm_ffi.get_global_func(f"flashinfer.{name}")
+        function = tvm_ffi.get_global_func(f"flashinfer.{name}", allow_missing=True)
+        if function is None:
+            raise AttributeError(f"no function flashinfer.{name} is registered")
+        return function
 
 
 @pytest.fixture(scope="session")
