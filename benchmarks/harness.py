@@ -33,26 +33,35 @@ def cuda_target(device: Any) -> tvm.target.Target:
     return target
 
 
-def seconds_of_call(side: Callable[[], None], device: Any) -> float:
+def seconds_of_call(side: Callable[[], object], device: Any) -> float:
     """Median over repeats of the mean over a batch of calls, issued together and waited for once.
 
     The host does not show unless a kernel takes less time than a call does.
     """
+    return seconds_of_calls({"side": side}, device)["side"]
+
+
+def seconds_of_calls(sides: dict[str, Callable[[], object]], device: Any) -> dict[str, float]:
+    """The same of several sides, whose repeats take turns: what drifts meets all of them."""
+    calls = {name: _calls_of_a_batch(side, device) for name, side in sides.items()}
+    means: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(7):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                side()
+            device.sync()
+            means[name].append((time.perf_counter() - start) / calls[name])
+    return {name: statistics.median(values) for name, values in means.items()}
+
+
+def _calls_of_a_batch(side: Callable[[], object], device: Any) -> int:
     side()
     device.sync()
     start = time.perf_counter()
     side()
     device.sync()
-    once = time.perf_counter() - start
-    calls = max(1, min(200, int(0.05 / once)))
-    means = []
-    for _ in range(7):
-        start = time.perf_counter()
-        for _ in range(calls):
-            side()
-        device.sync()
-        means.append((time.perf_counter() - start) / calls)
-    return statistics.median(means)
+    return max(1, min(200, int(0.05 / (time.perf_counter() - start))))
 
 
 def write_results(path: Path, device: Any, command: str, rows: list[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@
 
 Both sides get the same tensors. Ours is checked against float64 over the first and the last request
 (attention), or to the bit or within rounding of TVM's (the others), after outputs were filled with
-NaN; TVM's outputs are compared with ours. Times are those of `harness.seconds_of_call`.
+NaN; TVM's outputs are compared with ours. Times are those of `harness.seconds_of_calls`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tvm
 import tvm_ffi
-from harness import cuda_device, cuda_target, seconds_of_call, write_results
+from harness import cuda_device, cuda_target, seconds_of_calls, write_results
 from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 from tvm.s_tir import dlight as dl
 
@@ -285,7 +285,8 @@ def main() -> None:
         make = memory_row if name in MEMORY_ROWS else attention_row
         row = make(name, device, target)
         row.check()
-        ours, theirs = (seconds_of_call(side, device) for side in (row.ours, row.theirs))
+        seconds = seconds_of_calls({"ours": row.ours, "tir": row.theirs}, device)
+        ours, theirs = seconds["ours"], seconds["tir"]
         rate = f"{row.bytes / ours / 1e12:.2f} TB/s"
         print(f"{name:24} {ours * 1e6:9.1f} {theirs * 1e6:9.1f} {theirs / ours:6.1f}  {rate}")
         results.append({"row": name, "ours_us": ours * 1e6, "tir_us": theirs * 1e6, "rate": rate})

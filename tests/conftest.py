@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,15 +45,23 @@ def cuda_missing() -> str | None:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> Any:
-    """The device under test: `tvm.cpu(0)`, then `tvm.cuda(0)`."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The device under test: `tvm.cpu(0)`, then `tvm.cuda(0)`.
+
+    Tests may ask for "cuda-fa2" and "cuda-fa3" too: CUDA with that kernel of planned prefill.
+    """
     import tvm
 
-    if request.param == "cpu":
+    name, _, kernel = request.param.partition("-")
+    if name == "cpu":
         return tvm.cpu(0)
     reason = cuda_missing()
     if reason is not None:
         pytest.skip(reason)
+    if kernel:
+        if kernel == "fa3" and tvm.cuda(0).compute_version != "9.0":
+            pytest.skip("FA3 needs a Hopper GPU")
+        monkeypatch.setenv("TVM_FLASHINFER_PREFILL_KERNEL", kernel)
     return tvm.cuda(0)
 
 
@@ -134,6 +143,6 @@ def cuda_workspaces(cuda: Any) -> Workspaces:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """A generator seeded by the test's name without its device, so both devices get one input."""
-    name = request.node.name.replace("cuda", "cpu")
+    """A generator seeded by the test's name without its device, so all devices get one input."""
+    name = re.sub("cuda(-fa[23])?", "cpu", request.node.name)
     return np.random.default_rng(list(name.encode()))

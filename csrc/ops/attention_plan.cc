@@ -36,6 +36,7 @@ PlanReader::PlanReader(const Checker& check, const tvm::ffi::Array<int64_t>& pla
       !in_range(header_.num_qo_heads, 1) || !in_range(header_.num_kv_heads, 1) ||
       !in_range(header_.head_dim_qk, 1) || !in_range(header_.head_dim_vo, 1) ||
       !in_range(header_.page_size, 1) || !in_range(header_.window_left, -1) ||
+      !in_range(header_.num_kv_entries, 0) ||
       (expected_kind == kDecodeHeader && header_.num_rows != header_.batch_size)) {
     FailChanged();
   }
@@ -51,6 +52,12 @@ void PlanReader::Require(const char* name, int64_t planned, int64_t got) const {
   message << "`plan` was made for " << name << " " << planned << ", this run has " << got
           << "; make a plan for this batch";
   check_.FailValue(message.str());
+}
+
+void PlanReader::RequireEntries(const char* name, int64_t got) const {
+  if (got >= header_.num_kv_entries) return;
+  check_.FailValue(Text("`", name, "` has ", got, ", `plan` was made for ", header_.num_kv_entries,
+                        "; pass what the plan counted"));
 }
 
 void PlanReader::RequireBytes(const char* name, int64_t planned,

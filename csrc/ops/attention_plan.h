@@ -28,8 +28,9 @@ struct PlanHeader {
   int64_t window_left;
   int64_t float_workspace_bytes;
   int64_t int_workspace_bytes;
+  int64_t num_kv_entries;  // page indices, or tokens of ragged keys
 
-  static constexpr int64_t kSize = 14;
+  static constexpr int64_t kSize = 15;
 };
 
 enum PlanHeaderKind : int64_t {
@@ -51,6 +52,9 @@ class PlanReader {
   /*! \brief The run's value of one field, under the name that the user knows, equals the plan's. */
   void Require(const char* name, int64_t planned, int64_t got) const;
   void RequireDevice(DLDevice device) const;
+  /*! \brief The run has as many page indices or tokens as the plan counted; kernels read so many.
+   */
+  void RequireEntries(const char* name, int64_t got) const;
   /*! \brief Raise for a plan that the plan function did not make like this. */
   [[noreturn]] void FailChanged() const;
   /*! \brief The plan's offsets point into a workspace of `planned` bytes. */

@@ -12,8 +12,6 @@ namespace ops {
 
 namespace {
 
-using kernels::cuda::KernelName;
-
 /*!
  * \brief Which CUDA kernel decodes. Query heads that share a KV head fill the rows of a tensor-core
  * tile, so from four of them on the prefill kernel with one row per request is the faster one; the
@@ -72,7 +70,8 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
                           /*causal=*/0,
                           window_left,
                           float_workspace.numel(),
-                          int_workspace.numel()};
+                          int_workspace.numel(),
+                          pages[batch_size]};
   std::vector<int64_t> kernel;
   if (IsCUDA(device) && batch_size > 0) {
     kernels::AttentionArgs shape{};
@@ -104,9 +103,8 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
       plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_prefill_plan", device);
     } else {
       const UnitSpec unit{"batch_decode", dtype, shape.head_dim_qk, shape.head_dim_vo};
-      plan = reinterpret_cast<kernels::cuda::PlanFn>(RequireKernel(
-          check, KernelName("batch_decode_plan", dtype, shape.head_dim_qk, shape.head_dim_vo), unit,
-          device));
+      plan = reinterpret_cast<kernels::cuda::PlanFn>(
+          RequireKernel(check, "batch_decode_plan", unit, device));
     }
     Launch(check, plan, args, CurrentStream(device), &kernel);
   }
@@ -131,6 +129,7 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
                                           last_page_len, header.batch_size, layout, &k);
   const kernels::AttentionArgs args = MakeAttentionArgs(check, in, reader, k.num_heads, k.head_dim);
   reader.Require("page_size", header.page_size, k.length);
+  reader.RequireEntries("page_indices", page_indices.numel());
   CheckOutputs(check, in,
                {{"k_pages", k_pages},
                 {"v_pages", v_pages},
@@ -152,8 +151,7 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
                          ? "batch_prefill_paged"
                          : "batch_decode";
   const UnitSpec unit{kind, args.dtype, args.head_dim_qk, args.head_dim_vo};
-  auto run = reinterpret_cast<kernels::cuda::PagedAttentionFn>(RequireKernel(
-      check, KernelName(kind, args.dtype, args.head_dim_qk, args.head_dim_vo), unit, device));
+  auto run = reinterpret_cast<kernels::cuda::PagedAttentionFn>(RequireKernel(check, unit, device));
   const kernels::cuda::PlanView view{DataOf(float_workspace), DataOf(int_workspace),
                                      reader.kernel().data(),
                                      static_cast<int64_t>(reader.kernel().size()), enable_pdl};

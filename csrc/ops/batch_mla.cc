@@ -11,7 +11,6 @@ namespace ops {
 
 namespace {
 
-using kernels::cuda::KernelName;
 using NamedTensor = std::pair<const char*, TensorView>;
 
 /*! \brief Head dimensions of the CUDA kernels: the latent part, and the one with positions. */
@@ -77,10 +76,6 @@ UnitSpec UnitOf(const char* kind, kernels::DType dtype) {
   return {kind, dtype, kCudaHeadDimCKV + kCudaHeadDimKPE, kCudaHeadDimCKV};
 }
 
-std::string NameOf(const UnitSpec& unit) {
-  return KernelName(unit.kind, unit.dtype, unit.head_dim_qk, unit.head_dim_vo);
-}
-
 /*!
  * \brief The launcher of a plan. Both kernels compute the same from one schedule: where a library
  * was built for plain "90", which the Hopper kernel needs more than, the FA2 one takes over.
@@ -90,13 +85,10 @@ kernels::cuda::MLAFn RequireMLA(const Checker& check, kernels::DType dtype, bool
   const UnitSpec fa2 = UnitOf("batch_mla", dtype), sm90 = UnitOf("batch_mla_sm90", dtype);
   void* function = nullptr;
   if (on_sm90) {
-    function = FindLoaded(check, NameOf(sm90), device);
-    if (function == nullptr) function = FindLoaded(check, NameOf(fa2), device);
+    function = FindLoaded(check, sm90, device);
+    if (function == nullptr) function = FindLoaded(check, fa2, device);
   }
-  if (function == nullptr) {
-    const UnitSpec& unit = on_sm90 ? sm90 : fa2;
-    function = RequireKernel(check, NameOf(unit), unit, device);
-  }
+  if (function == nullptr) function = RequireKernel(check, on_sm90 ? sm90 : fa2, device);
   return reinterpret_cast<kernels::cuda::MLAFn>(function);
 }
 
@@ -214,7 +206,8 @@ Array<int64_t> BatchMLAPlan(TensorView float_workspace, TensorView int_workspace
                           causal ? 1 : 0,
                           /*window_left=*/-1,
                           float_workspace.numel(),
-                          int_workspace.numel()};
+                          int_workspace.numel(),
+                          part.num_page_indices};
   std::vector<int64_t> kernel;
   if (IsCPU(device)) {
     kernel.insert(kernel.end(), rows, rows + batch_size + 1);

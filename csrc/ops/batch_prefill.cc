@@ -6,13 +6,12 @@
 #include "cache_scope.h"
 #include "cuda_kernels.h"
 #include "ops.h"
+#include "prefill_kernel.h"
 
 namespace tvm_flashinfer {
 namespace ops {
 
 namespace {
-
-using kernels::cuda::KernelName;
 
 /*! \brief The key counts fit the page counts: that is what the schedule is made from. */
 void CheckKVLen(const Checker& check, const int32_t* kv_indptr, const int32_t* kv_len,
@@ -109,7 +108,8 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
                           causal ? 1 : 0,
                           window_left,
                           float_workspace.numel(),
-                          int_workspace.numel()};
+                          int_workspace.numel(),
+                          pages[batch_size]};
   std::vector<int64_t> kernel;
   if (IsCUDA(device) && total_num_rows > 0) {
     kernels::AttentionArgs shape{};
@@ -118,26 +118,33 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
     shape.head_dim_vo = static_cast<int32_t>(head_dim_vo);
     shape.sm_scale = 1;
     RequireCudaAttention(check, shape, /*ragged=*/page_size == 1);
-    const kernels::cuda::PlanArgs args{DataOf(float_workspace),
-                                       float_workspace.numel(),
-                                       DataOf(int_workspace),
-                                       int_workspace.numel(),
-                                       rows,
-                                       pages,
-                                       total_num_rows,
-                                       static_cast<int32_t>(batch_size),
-                                       static_cast<int32_t>(num_qo_heads),
-                                       static_cast<int32_t>(num_kv_heads),
-                                       static_cast<int32_t>(head_dim_qk),
-                                       static_cast<int32_t>(head_dim_vo),
-                                       static_cast<int32_t>(page_size),
-                                       causal,
-                                       static_cast<int32_t>(window_left),
-                                       fixed_split_size,
-                                       disable_split_kv};
+    kernels::cuda::PlanArgs args{DataOf(float_workspace),
+                                 float_workspace.numel(),
+                                 DataOf(int_workspace),
+                                 int_workspace.numel(),
+                                 rows,
+                                 pages,
+                                 total_num_rows,
+                                 static_cast<int32_t>(batch_size),
+                                 static_cast<int32_t>(num_qo_heads),
+                                 static_cast<int32_t>(num_kv_heads),
+                                 static_cast<int32_t>(head_dim_qk),
+                                 static_cast<int32_t>(head_dim_vo),
+                                 static_cast<int32_t>(page_size),
+                                 causal,
+                                 static_cast<int32_t>(window_left),
+                                 fixed_split_size,
+                                 disable_split_kv,
+                                 DataOf<int32_t>(kv_len)};
     RefuseCapture(check, device, kPlansAreNotCaptured);
+    args.sm90 = AllowPrefillSM90(check, device, head_dim_qk, head_dim_vo, page_size);
     auto plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_prefill_plan", device);
     Launch(check, plan, args, CurrentStream(device), &kernel);
+    // FA2 counts the first masked tile of keys in unsigned numbers, which are less than 0 then.
+    const bool is_fa2 = !kernel.empty() && kernel[0] == kernels::cuda::kPrefillPlan;
+    if (is_fa2 && causal && HasRowsBeforeKeys(rows, DataOf<int32_t>(kv_len), batch_size)) {
+      kernel = {kernels::cuda::kDeviceSchedulePlan};
+    }
   }
   return MakePlan(header, kernel);
 }
@@ -161,6 +168,7 @@ void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, 
                                           last_page_len, header.batch_size, layout, &k);
   kernels::AttentionArgs args = MakeAttentionArgs(check, in, reader, k.num_heads, k.head_dim);
   reader.Require("page_size", header.page_size, k.length);
+  reader.RequireEntries("page_indices", page_indices.numel());
   CheckOutputs(check, in,
                {{"k_pages", k_pages},
                 {"v_pages", v_pages},
@@ -181,10 +189,8 @@ void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, 
   RequireCudaAttention(check, args);
   CheckCudaPages(check, args, kv);
   RefuseCapture(check, device, kPlansAreNotCaptured);
-  const UnitSpec unit{"batch_prefill_paged", args.dtype, args.head_dim_qk, args.head_dim_vo};
-  auto run = reinterpret_cast<kernels::cuda::PagedAttentionFn>(RequireKernel(
-      check, KernelName(unit.kind, args.dtype, args.head_dim_qk, args.head_dim_vo), unit, device));
-  Launch(check, run, args, kv, ViewOf(in, reader, enable_pdl), CurrentStream(device));
+  RunPrefill(check, reader, args, &kv, nullptr, page_indices.numel(),
+             ViewOf(in, reader, enable_pdl), device);
 }
 
 void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
@@ -218,6 +224,7 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
                     "; the last dimension is head_dim and must be equal");
   }
   reader.Require("page_size (1 for ragged keys)", header.page_size, 1);
+  reader.RequireEntries("k", keys.length);
   CheckOutputs(check, in, {{"k", k}, {"v", v}, {"qo_indptr", qo_indptr}, {"kv_indptr", kv_indptr}});
   CheckRowOffsets(check, qo_indptr, device, header);
   check.IndexVector("kv_indptr", kv_indptr, header.batch_size + 1, "(batch_size + 1,)");
@@ -248,10 +255,8 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
                    {kv.k_stride_token, kv.k_stride_head, kv.v_stride_token, kv.v_stride_head,
                     keys.length * kv.k_stride_token, keys.length * kv.v_stride_token});
   RefuseCapture(check, device, kPlansAreNotCaptured);
-  const UnitSpec unit{"batch_prefill_ragged", args.dtype, args.head_dim_qk, args.head_dim_vo};
-  auto run = reinterpret_cast<kernels::cuda::RaggedAttentionFn>(RequireKernel(
-      check, KernelName(unit.kind, args.dtype, args.head_dim_qk, args.head_dim_vo), unit, device));
-  Launch(check, run, args, kv, ViewOf(in, reader, enable_pdl), CurrentStream(device));
+  RunPrefill(check, reader, args, nullptr, &kv, keys.length, ViewOf(in, reader, enable_pdl),
+             device);
 }
 
 }  // namespace ops

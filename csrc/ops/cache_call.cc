@@ -477,11 +477,7 @@ void CacheCall::RunOnCuda() {
   }
   const UnitSpec unit{"batch_attention", args_.dtype, args_.head_dim_qk, args_.head_dim_vo,
                       args_.kv_dtype};
-  auto run = reinterpret_cast<kernels::cuda::AttentionFn>(
-      RequireKernel(check_,
-                    kernels::cuda::KernelName(unit.kind, unit.dtype, unit.kv_dtype,
-                                              unit.head_dim_qk, unit.head_dim_vo),
-                    unit, device_));
+  auto run = reinterpret_cast<kernels::cuda::AttentionFn>(RequireKernel(check_, unit, device_));
   Launch(check_, run, args_, is_paged_ ? &paged_ : nullptr, is_paged_ ? nullptr : &ragged_, extras_,
          is_paged_ ? num_indices_ : num_kv_tokens_, CurrentStream(device_));
 }

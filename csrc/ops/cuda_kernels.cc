@@ -6,7 +6,6 @@
 #include <mutex>
 #include <set>
 #include <sstream>
-#include <unordered_map>
 
 namespace tvm_flashinfer {
 namespace ops {
@@ -115,14 +114,55 @@ void* FindOrBuild(const Checker& check, const std::string& name, const UnitSpec&
 
 }  // namespace
 
-void* RequireKernel(const Checker& check, const std::string& name, const UnitSpec& spec,
-                    DLDevice device) {
-  // The table is a list behind a lock; small kernels would take less time than a walk over it.
-  // Units are never unloaded.
-  thread_local std::vector<std::unordered_map<std::string, void*>> known;  // by device id
-  if (device.device_id >= static_cast<int>(known.size())) known.resize(device.device_id + 1);
-  void*& function = known[device.device_id][name];
-  if (function == nullptr) function = FindOrBuild(check, name, spec, device);
+namespace {
+
+/*! \brief The launchers that this thread found. Units are never unloaded. */
+class FoundKernels {
+ public:
+  /*! \brief The place of a launcher, null until it is found. */
+  void*& At(const char* op, const UnitSpec& unit, int device_id) {
+    for (Entry& entry : entries_) {
+      if (entry.op == op && entry.device_id == device_id && entry.unit == unit) {
+        return entry.function;
+      }
+    }
+    entries_.push_back({op, unit, device_id, nullptr});
+    return entries_.back().function;
+  }
+
+ private:
+  struct Entry {
+    const char* op;  // a literal: compared by address, which at worst makes two entries
+    UnitSpec unit;
+    int device_id;
+    void* function;
+  };
+  std::vector<Entry> entries_;
+};
+
+// The table is a list of names behind a lock; small kernels take less time than a walk over it.
+thread_local FoundKernels found_kernels;
+
+std::string NameOf(const char* op, const UnitSpec& unit) {
+  if (unit.head_dim_qk == 0) return op;  // of the unit that serves every shape
+  return kernels::cuda::KernelName(op, unit.dtype, unit.kv_dtype, unit.head_dim_qk,
+                                   unit.head_dim_vo);
+}
+
+}  // namespace
+
+void* RequireKernel(const Checker& check, const char* op, const UnitSpec& unit, DLDevice device) {
+  void* function = found_kernels.At(op, unit, device.device_id);
+  if (function != nullptr) return function;
+  // What builds kernels may call functions of this library, so the place is asked for again.
+  function = FindOrBuild(check, NameOf(op, unit), unit, device);
+  return found_kernels.At(op, unit, device.device_id) = function;
+}
+
+void* FindLoaded(const Checker& check, const UnitSpec& unit, DLDevice device) {
+  void*& function = found_kernels.At(unit.kind, unit, device.device_id);
+  Arch arch{0, 0};
+  if (function == nullptr) function = Lookup(check, NameOf(unit.kind, unit), device, &arch);
   return function;
 }
 
@@ -134,11 +174,6 @@ void RefuseCapture(const Checker& check, DLDevice device, const char* reason) {
     check.FailRuntime(Text("the current stream of ", DeviceText(device),
                            " is being captured into a CUDA graph: ", reason));
   }
-}
-
-void* FindLoaded(const Checker& check, const std::string& name, DLDevice device) {
-  Arch arch{0, 0};
-  return Lookup(check, name, device, &arch);
 }
 
 bool RunsOnArch(const Checker& check, DLDevice device, int major, int minor) {

@@ -22,17 +22,24 @@ struct UnitSpec {
   int head_dim_qk;
   int head_dim_vo;
   kernels::DType kv_dtype = dtype;
+
+  bool operator==(const UnitSpec& other) const {
+    return kind == other.kind && dtype == other.dtype && head_dim_qk == other.head_dim_qk &&
+           head_dim_vo == other.head_dim_vo && kv_dtype == other.kv_dtype;
+  }
 };
 
 /*! \brief The unit of the functions that serve every dtype and head_dim. */
 constexpr UnitSpec kCommonUnit{"common", kernels::DType::kFloat16, 0, 0};
 
-/*! \brief A launcher that runs on `device`, or a RuntimeError. `spec` is the unit that holds it. */
-void* RequireKernel(const Checker& check, const std::string& name, const UnitSpec& spec,
-                    DLDevice device);
+/*! \brief The launcher `op` of a unit that runs on `device`, or a RuntimeError. */
+void* RequireKernel(const Checker& check, const char* op, const UnitSpec& unit, DLDevice device);
+inline void* RequireKernel(const Checker& check, const UnitSpec& unit, DLDevice device) {
+  return RequireKernel(check, unit.kind, unit, device);
+}
 
-/*! \brief A launcher that runs on `device` and is loaded by now, or null; nothing is built. */
-void* FindLoaded(const Checker& check, const std::string& name, DLDevice device);
+/*! \brief The same if it is loaded by now, or null; nothing is built. */
+void* FindLoaded(const Checker& check, const UnitSpec& unit, DLDevice device);
 
 /*! \brief Whether `device` has this compute capability; needs a loaded unit. */
 bool RunsOnArch(const Checker& check, DLDevice device, int major, int minor);
@@ -45,7 +52,8 @@ Fn RequireCommon(const Checker& check, const char* name, DLDevice device) {
 /*! \brief Raise what a launcher reported. */
 template <typename Fn, typename... Args>
 void Launch(const Checker& check, Fn function, Args&&... args) {
-  char error[kernels::cuda::kErrorSize] = "";
+  char error[kernels::cuda::kErrorSize];  // as it is: filling it takes longer than a check
+  error[0] = 0;
   const int status = function(std::forward<Args>(args)..., error);
   if (status == kernels::cuda::kBadArgument) check.FailValue(error);
   if (status != kernels::cuda::kOk) check.FailRuntime(error);

@@ -74,7 +74,7 @@ def test_definitions():
 
 def test_every_preset_is_supported():
     counts = {
-        "common": 1, "fp16-d128": 5, "bf16-d128": 5, "fp16-mla": 5, "bf16-mla": 5, "all": 33,
+        "common": 1, "fp16-d128": 7, "bf16-d128": 7, "fp16-mla": 6, "bf16-mla": 6, "all": 47,
     }  # fmt: skip
     for preset, count in counts.items():
         specs = preset_specs(preset)
@@ -106,6 +106,7 @@ def test_every_preset_is_supported():
         (KernelSpec("common", kv_dtype="float8_e5m2"), "no dtype", "leave it out"),
         (KernelSpec("batch_mla", "float16", 576, 576), "576 for values", "576 and 512"),
         (KernelSpec("batch_mla_sm90", "float16", 576, 512, ("80", "90a")), "80, 90a", "90a alone"),
+        (KernelSpec("batch_prefill_paged_sm90", "float16", 64, archs=("90",)), "90", "90a alone"),
         (KernelSpec("sampling", "float16", 128), "'sampling'", "batch_decode"),
         (KernelSpec("common", "float16"), "no dtype", "leave it out"),
         (KernelSpec("common", None, 128), "no head_dim", "leave it out"),
@@ -115,6 +116,18 @@ def test_reasons_say_what_was_got_and_what_there_is(spec, got, expected):
     (reason,) = unsupported_reasons(spec)
     assert got in reason
     assert expected in reason
+
+
+@pytest.mark.parametrize(
+    ("archs", "hopper"), [("80", False), ("80,90", True), ("90a", True), ("100a", False)]
+)
+def test_units_for_hopper_stand_beside_the_others(archs, hopper):
+    """Prefill and MLA have a kernel for Hopper, compiled as 90a however Hopper is spelt."""
+    specs = attention_specs(["bfloat16"], [64], [archs])
+    found = [spec.name for spec in specs if "sm90_" in spec.name]
+    wanted = ["batch_prefill_paged_sm90", "batch_prefill_ragged_sm90"] if hopper else []
+    assert found == [f"{kind}_bf16_d64_sm90a" for kind in wanted]
+    assert [spec for spec in specs if unsupported_reasons(spec)] == []
 
 
 def test_check_reports_each_reason_once():

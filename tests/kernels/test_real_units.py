@@ -30,6 +30,7 @@ SPECS = [
     KernelSpec("batch_attention", "float16", 64, archs=ARCHS, kv_dtype="float8_e5m2"),
     KernelSpec("batch_mla", "bfloat16", 576, 512, archs=ARCHS),
     KernelSpec("batch_mla_sm90", "bfloat16", 576, 512, archs=("90a",)),
+    KernelSpec("batch_prefill_ragged_sm90", "float16", 128, archs=("90a",)),
 ]
 
 LOAD = """
@@ -61,7 +62,7 @@ def nvcc() -> None:
 
 
 def test_units_compile_and_load_without_a_gpu() -> None:
-    """An FA2 unit, those of decode and MLA, ours and the common one, in a process of their own."""
+    """Units of FA2, FA3, decode and MLA, ours and the common one, in a process of their own."""
     library = build_library(SPECS)
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(library)], capture_output=True, text=True, check=True
@@ -78,6 +79,7 @@ def test_units_compile_and_load_without_a_gpu() -> None:
         "batch_mla_sm90:bf16:d576x512@90a",
         "batch_prefill_paged:f16:d64@80",
         "batch_prefill_plan@80",
+        "batch_prefill_ragged_sm90:f16:d128@90a",
         "merge_state@80",
     ):
         assert name in loaded

@@ -14,6 +14,13 @@ from device_tensors import numpy_dtype
 CUDA_HEAD_DIMS = (64, 128, 256)
 DTYPES = ("float32", "float16", "bfloat16")
 
+#: Runs a test of planned prefill on CPU, and on CUDA with FA2 and, on Hopper, with FA3.
+each_prefill_kernel = pytest.mark.parametrize(
+    "device",
+    ["cpu", *(pytest.param(f"cuda-{kernel}", marks=pytest.mark.cuda) for kernel in ("fa2", "fa3"))],
+    indirect=True,
+)
+
 
 def is_cuda(device: Any) -> bool:
     """Whether `device` is a CUDA device."""

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import DTYPES, Spec, is_cuda, make_batch, needs_kernel
+from batches import DTYPES, Spec, each_prefill_kernel, is_cuda, make_batch, needs_kernel
 from calls import paged_prefill, ragged_prefill
 from device_tensors import numpy_dtype
 from refusals import assert_says
+
+pytestmark = each_prefill_kernel
 
 
 def _check(ops: Any, device: Any, workspaces: Any, rng: Any, spec: Spec, **kwargs: Any) -> Any:

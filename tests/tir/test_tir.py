@@ -32,7 +32,10 @@ def module(shapes: list[tuple], dtype: str, *functions: Any) -> tvm.IRModule:
     ]
     with builder.function("main", params):
         with builder.dataflow():
-            made = [builder.emit(builder.call_te(function, *params)) for function in functions]
+            made = [
+                builder.emit(builder.call_te(function, *params, primfunc_name_hint="made"))
+                for function in functions
+            ]
             output = builder.emit_output(rx.Tuple(made))
         builder.emit_func_output(output)
     mod = builder.get()

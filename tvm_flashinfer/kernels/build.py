@@ -11,15 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Semaphore
 
 from tvm_flashinfer.kernels import commands
 from tvm_flashinfer.kernels.cache import KernelCache, digest, file_digest
 from tvm_flashinfer.kernels.errors import ToolchainError, UnsupportedKernelError
 from tvm_flashinfer.kernels.headers import Headers, find_headers, get_headers
-from tvm_flashinfer.kernels.jobs import default_jobs
+from tvm_flashinfer.kernels.jobs import default_jobs, large_jobs
 from tvm_flashinfer.kernels.model_object import ModelParts, link_model_object
 from tvm_flashinfer.kernels.paths import csrc_dir
 from tvm_flashinfer.kernels.paths import static_library as packaged_static_library
@@ -338,7 +339,11 @@ class _Build:
             f"{self.toolchain.nvcc.release}, {jobs} at once; kept in {self.cache.root}"
         )
         paths: dict[KernelSpec, Path] = {}
-        lock = Lock()
+        lock, large = Lock(), Semaphore(large_jobs())
+
+        def compile_unit(spec: KernelSpec, output: Path) -> None:
+            with large if spec.is_large else nullcontext():
+                self._compile(spec, output)
 
         def compile_one(spec: KernelSpec) -> None:
             start = time.monotonic()
@@ -347,7 +352,7 @@ class _Build:
                 spec.name,
                 self.keys[spec],
                 ".o",
-                lambda output: self._compile(spec, output),
+                lambda output: compile_unit(spec, output),
                 self.tell,
                 self.runner.check,
             )

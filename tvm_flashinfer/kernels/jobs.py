@@ -9,6 +9,9 @@ from pathlib import Path
 #: Memory to leave for one compiler. FA2 units take half of it.
 _BYTES_PER_JOB = 1 << 30
 
+#: The same of units from CUTLASS' collective kernels, which take four times that.
+_BYTES_PER_LARGE_JOB = 5 << 30
+
 
 def default_jobs() -> int:
     """Return how many compilers this machine can run at once, by its processors and free memory."""
@@ -17,6 +20,11 @@ def default_jobs() -> int:
     else:
         processors = os.cpu_count() or 1
     return max(1, min(processors, _available_memory() // _BYTES_PER_JOB))
+
+
+def large_jobs() -> int:
+    """Return how many of the compilers may have a large unit at once, by the free memory."""
+    return max(1, _available_memory() // _BYTES_PER_LARGE_JOB)
 
 
 def _available_memory() -> int:

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm_flashinfer.kernels.errors import UnsupportedKernelError
 
 #: Kinds of units. Each is one source file, ``csrc/kernels/cuda/units/<kind>.cu``.
 KINDS = (
     "common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode", "batch_attention",
-    "batch_mla", "batch_mla_sm90",
+    "batch_mla", "batch_mla_sm90", "batch_prefill_paged_sm90", "batch_prefill_ragged_sm90",
 )  # fmt: skip
 
 #: Kinds that are compiled once per dtype and head dimension.
 ATTENTION_KINDS = KINDS[1:5]
 
 #: Kinds of latent attention (MLA), which have one pair of head dimensions.
-MLA_KINDS = KINDS[5:]
+MLA_KINDS = KINDS[5:7]
 
-#: Kinds that use instructions of Hopper: they are compiled for 90a alone, from CUTLASS' headers
-#: too, and have no template in common with other kinds.
-SM90A_KINDS = ("batch_mla_sm90",)
+#: Kinds that use instructions of Hopper, by the kinds that they serve beside: they are compiled for
+#: 90a alone, from CUTLASS' headers too, and have no template in common with other kinds.
+HOPPER_KINDS: Mapping[str, str] = {
+    "batch_mla": "batch_mla_sm90",
+    "batch_prefill_paged": "batch_prefill_paged_sm90",
+    "batch_prefill_ragged": "batch_prefill_ragged_sm90",
+}
+
+#: The same, without those that they serve beside.
+SM90A_KINDS = tuple(HOPPER_KINDS.values())
 
 #: Dtypes with kernels: the C++ type that a unit is compiled with, and the short form in names.
 DTYPES: Mapping[str, tuple[str, str]] = {
@@ -166,6 +173,11 @@ class KernelSpec:
         return f"kernels/cuda/units/{self.kind}.cu"
 
     @property
+    def is_large(self) -> bool:
+        """Whether its compiler needs several gigabytes of memory."""
+        return self.kind in SM90A_KINDS and self.kind not in MLA_KINDS
+
+    @property
     def definitions(self) -> dict[str, str]:
         """The preprocessor definitions that the source file is compiled with."""
         definitions = {"TVM_FLASHINFER_ARCHS": '"' + ",".join(self.archs) + '"'}
@@ -196,7 +208,17 @@ def planned_head_dims(kind: str) -> tuple[tuple[int, int], ...]:
     if kind in MLA_KINDS:
         return (MLA_HEAD_DIMS,)
     equal = tuple((dim, dim) for dim in HEAD_DIMS)
-    return (*equal, MLA_RAGGED_HEAD_DIMS) if kind == "batch_prefill_ragged" else equal
+    return (*equal, MLA_RAGGED_HEAD_DIMS) if kind.startswith("batch_prefill_ragged") else equal
+
+
+def on_hopper(spec: KernelSpec) -> list[KernelSpec]:
+    """Return a spec and, where one of its architectures is Hopper, that of the kernel for Hopper.
+
+    Plain 90 is Hopper too: the unit beside it is compiled as 90a.
+    """
+    if spec.kind not in HOPPER_KINDS or not {"90", "90a"} & set(spec.archs):
+        return [spec]
+    return [spec, replace(spec, kind=HOPPER_KINDS[spec.kind], archs=("90a",))]
 
 
 def check_supported(specs: Iterable[KernelSpec]) -> None:
@@ -314,24 +336,13 @@ def attention_specs(
     for dtype in dtypes:
         for head_dim in head_dims:
             kinds = ATTENTION_KINDS if head_dim in HEAD_DIMS else ("batch_attention",)
-            specs += [KernelSpec(kind, dtype, head_dim, archs=archs) for kind in kinds]
+            for kind in kinds:
+                specs += on_hopper(KernelSpec(kind, dtype, head_dim, archs=archs))
             specs += [
                 KernelSpec("batch_attention", dtype, head_dim, archs=archs, kv_dtype=kv_dtype)
                 for kv_dtype in kv_dtypes
             ]
     return list(dict.fromkeys(specs))
-
-
-def latent_specs(dtype: str, archs: Iterable[str] = DEFAULT_ARCHS) -> list[KernelSpec]:
-    """Return the units of latent attention over pages in one dtype.
-
-    That for Hopper is among them where one of the architectures is Hopper, however it is spelt.
-    """
-    archs = parse_archs(archs)
-    specs = [KernelSpec("batch_mla", dtype, *MLA_HEAD_DIMS, archs=archs)]
-    if {"90", "90a"} & set(archs):
-        specs.append(KernelSpec("batch_mla_sm90", dtype, *MLA_HEAD_DIMS, archs=("90a",)))
-    return specs
 
 
 def mla_specs(
@@ -341,11 +352,9 @@ def mla_specs(
     archs = parse_archs(archs)
     specs = [KernelSpec("common", archs=archs)]
     for dtype in dtypes:
-        specs += latent_specs(dtype, archs)
-        specs += [
-            KernelSpec(kind, dtype, *MLA_RAGGED_HEAD_DIMS, archs=archs)
-            for kind in ("batch_prefill_ragged", "batch_attention")
-        ]
+        specs += on_hopper(KernelSpec("batch_mla", dtype, *MLA_HEAD_DIMS, archs=archs))
+        for kind in ("batch_prefill_ragged", "batch_attention"):
+            specs += on_hopper(KernelSpec(kind, dtype, *MLA_RAGGED_HEAD_DIMS, archs=archs))
     return specs
 
 

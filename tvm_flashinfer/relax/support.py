@@ -173,7 +173,8 @@ def kernel_specs(config: PagedKVCacheConfig, target: Target) -> list[kernel_spec
     specs = [kernel_spec.KernelSpec("common", archs=archs)]
 
     def add(kind: str, dims: tuple[int, int]) -> None:
-        specs.append(kernel_spec.KernelSpec(kind, config.dtype, *dims, archs=archs))
+        spec = kernel_spec.KernelSpec(kind, config.dtype, *dims, archs=archs)
+        specs.extend(kernel_spec.on_hopper(spec))
 
     for attention in ("prefill_ragged", "mla") if config.is_mla else MHA_PLANNED:
         dims = attention_head_dims(config, attention)
@@ -181,9 +182,7 @@ def kernel_specs(config: PagedKVCacheConfig, target: Target) -> list[kernel_spec
         # The kernel without a plan serves windows, trees, and steps of one token of each sequence.
         if not planned or attention != "mla":
             add("batch_attention", dims)
-        if planned and attention == "mla":
-            specs += kernel_spec.latent_specs(config.dtype, archs)
-        elif planned and not (attention == "decode_paged" and decodes_by_prefill(config)):
+        if planned and not (attention == "decode_paged" and decodes_by_prefill(config)):
             add(PLANNED_UNITS[attention], dims)
     return list(dict.fromkeys(specs))
 

@@ -4,6 +4,7 @@
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_KERNEL_CUH_
 #define TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_KERNEL_CUH_
 
+#include "attention_rotary.cuh"
 #include "attention_schedule.cuh"
 #include "attention_scores.cuh"
 #include "attention_tiles.cuh"
@@ -48,8 +49,19 @@ struct AttentionTraits {
   static constexpr int kBlocksOfSM = (kWarpsKV > 1 && DVO <= 128) || kBlocksQ > 1 ? 2 : 1;
 };
 
+/*! \brief What a kernel does besides masks of ranges; a kernel that does less is faster. */
+enum class Scores {
+  kPlain,
+  kRotated,  // keys are rotated whole, in registers
+  kExtras,   // trees, packed masks, caps, slopes, any RoPE
+};
+
+/*! \brief Whether there is a kernel that rotates keys in registers: one with few rows a request. */
+template <int DQK, int kWarpsKV>
+constexpr bool kRotatesInRegisters = kWarpsKV > 1 && DQK <= 128 && DQK % 32 == 0;
+
 template <typename T, typename KV, int DQK, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV,
-          bool kExtras>
+          Scores kScores>
 __global__ void __launch_bounds__(
     32 * kWarpsQ * kWarpsKV,
     AttentionTraits<T, KV, DQK, DVO, kWarpsQ, kBlocksQ, kWarpsKV>::kBlocksOfSM)
@@ -57,12 +69,12 @@ __global__ void __launch_bounds__(
   using Traits = AttentionTraits<T, KV, DQK, DVO, kWarpsQ, kBlocksQ, kWarpsKV>;
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages;
   constexpr int kTilesS = Traits::kKeysOfWarp / 8;
+  constexpr bool kExtras = kScores == Scores::kExtras, kRotated = kScores == Scores::kRotated;
   extern __shared__ __align__(16) char memory[];
   __shared__ ScheduleMemory<kThreads> schedule_memory;
   __shared__ KeyAddress addresses[kStages][Traits::kKeys];
   __shared__ int exists[kStages][Traits::kKeys];
-  __shared__ int range_begin, range_end;
-  __shared__ long long next_index;
+  __shared__ int next_index;
   T* q_tile = reinterpret_cast<T*>(memory);
   char* stages = memory + Traits::kQueryBytes;
 
@@ -70,29 +82,27 @@ __global__ void __launch_bounds__(
   const int warp_q = warp % kWarpsQ, warp_kv = warp / kWarpsQ;
   Schedule<T, kThreads> schedule(p, Traits::kRows, &schedule_memory);
 
+  auto take_item = [&] { return static_cast<int>(gridDim.x + atomicAdd(p.items_taken, 1u)); };
   // Whoever is done takes the next item: under a causal mask they are of unequal size.
-  for (long long index = blockIdx.x;; index = next_index) {
+  for (int index = blockIdx.x;; index = next_index) {
     WorkItem item;
-    const int kv_head = static_cast<int>(index % p.num_kv_heads);
-    if (!schedule.Find(index / p.num_kv_heads, &item)) return;
+    const int kv_head = index % p.num_kv_heads;
+    if (!schedule.Find(index / p.num_kv_heads, &item)) break;
     const RequestInfo r = ReadRequest(p, item.request);
     const int packed_rows = r.num_rows * p.group_size;
     const int first_row = item.tile * Traits::kRows;
 
     // The keys that some row of the tile sees, and this item's share of them.
-    if (threadIdx.x == 0) {
-      next_index = gridDim.x + atomicAdd(p.items_taken, 1ull);
-      const int last = min(first_row + Traits::kRows, packed_rows) - 1;
-      // Bounds rise with the row, so the first row has the lowest begin and the last the highest
-      // end.
-      range_begin = RangeOfRow(p, r, first_row / p.group_size).begin;
-      range_end = RangeOfRow(p, r, last / p.group_size).end;
-    }
-    __syncthreads();
+    // Bounds rise with the row, so the first row has the lowest begin and the last the highest end.
+    const int last = min(first_row + Traits::kRows, packed_rows) - 1;
+    const int range_begin = RangeOfRow(p, r, first_row / p.group_size).begin;
+    const int range_end = RangeOfRow(p, r, last / p.group_size).end;
     const int tile_keys = max(range_end - range_begin, 0);
     const int chunk = schedule.ChunkOf(tile_keys);
     const int num_chunks = max(CeilDivInt(tile_keys, chunk), 1);
     if (item.chunk >= num_chunks) {
+      __syncthreads();
+      if (threadIdx.x == 0) next_index = take_item();
       __syncthreads();
       continue;
     }
@@ -100,16 +110,15 @@ __global__ void __launch_bounds__(
     const int end = min(begin + chunk, max(range_end, range_begin));
     const int num_tiles = CeilDivInt(max(end - begin, 0), Traits::kKeys);
 
-    KeyAddress next;
     auto locate = [&](int tile) {
       const int key = begin + tile * Traits::kKeys + static_cast<int>(threadIdx.x);
-      next = {nullptr, nullptr};
-      if (threadIdx.x < Traits::kKeys && key < end) next = LocateKey(p, r, key, kv_head);
+      const bool exists = threadIdx.x < Traits::kKeys && key < end;
+      return exists ? LocateKey(p, r, key, kv_head) : KeyAddress{nullptr, nullptr};
     };
-    auto publish = [&](int tile) {
+    auto publish = [&](int tile, const KeyAddress& at) {
       if (threadIdx.x >= Traits::kKeys) return;
-      const bool found = next.k != nullptr;
-      addresses[tile % kStages][threadIdx.x] = found ? next : KeyAddress{p.k, p.v};
+      const bool found = at.k != nullptr;
+      addresses[tile % kStages][threadIdx.x] = found ? at : KeyAddress{p.k, p.v};
       exists[tile % kStages][threadIdx.x] = found;
     };
     // Every tile is one group of copies, those past the end are empty ones: so many are under way
@@ -123,18 +132,32 @@ __global__ void __launch_bounds__(
       }
       CommitCopies();
     };
+    // The page table is read for all of them before the first is used.
+    KeyAddress first[kStages];
 #pragma unroll
-    for (int tile = 0; tile < kStages - 1; ++tile) {
-      locate(tile);
-      publish(tile);
-    }
+    for (int tile = 0; tile < kStages; ++tile) first[tile] = locate(tile);
+#pragma unroll
+    for (int tile = 0; tile < kStages - 1; ++tile) publish(tile, first[tile]);
+    KeyAddress following = first[kStages - 1];
     __syncthreads();
 #pragma unroll
     for (int tile = 0; tile < kStages - 1; ++tile) fetch(tile);
-    locate(kStages - 1);
 
-    LoadQueries<T, DQK, Traits::kRows, Traits::kStrideQK, kThreads, kExtras>(
+    // Asked for before the queries are, and so known when they have come.
+    const int next = threadIdx.x == 0 ? take_item() : 0;
+    LoadQueries<T, DQK, Traits::kRows, Traits::kStrideQK, kThreads, kExtras || kRotated>(
         p, r, kv_head, first_row, packed_rows, q_tile);
+    if (threadIdx.x == 0) next_index = next;
+    [[maybe_unused]] std::conditional_t<kRotated, KeyRotation<T, DQK, Traits::kKeys>, char>
+        rotation;
+    if constexpr (kRotated) {
+      static_assert(kTilesS == 2 && kBlocksQ == 1, "a warp has 16 keys and 16 rows");
+      static_assert(rotation.kScratchBytes <= Traits::kStageBytes, "one stage holds the angles");
+      // The last stage is empty until the loop fetches its first tile.
+      rotation.Start(p, p.k_positions[item.request] + begin, warp_kv * Traits::kKeysOfWarp,
+                     kThreads,
+                     reinterpret_cast<float2*>(stages + (kStages - 1) * Traits::kStageBytes));
+    }
 
     // The first of the rows that this thread has scores of.
     const int first_packed = first_row + warp_q * Traits::kRowsOfWarp + lane / 4;
@@ -171,12 +194,12 @@ __global__ void __launch_bounds__(
         min(__reduce_min_sync(0xffffffffu, lowest_end), has_bits ? 0 : tree_start);
 
     for (int tile = 0; tile < num_tiles; ++tile) {
-      publish(tile + kStages - 1);
+      publish(tile + kStages - 1, following);
       WaitCopies<kStages - 2>();
       // The tile has come, and no warp works any more on the one whose place the next takes.
       __syncthreads();
       fetch(tile + kStages - 1);
-      locate(tile + kStages);
+      following = locate(tile + kStages);
       char* stage = stages + (tile % kStages) * Traits::kStageBytes;
       T* k_tile =
           reinterpret_cast<T*>(Traits::kWidens ? stages + kStages * Traits::kStageBytes : stage);
@@ -210,21 +233,38 @@ __global__ void __launch_bounds__(
       const T* k_rows =
           k_tile + (warp_kv * Traits::kKeysOfWarp + lane % 8 + lane / 16 * 8) * Traits::kStrideQK +
           lane / 8 % 2 * 8;
+      if constexpr (kRotated) {
 #pragma unroll
-      for (int d = 0; d < DQK; d += 16) {
-        uint32_t a[kBlocksQ][4];
+        for (int d = 0; d < DQK / 2; d += 16) {
+          uint32_t a[4], b[2][4];
+          LoadMatrices(b[0], k_rows + d);
+          LoadMatrices(b[1], k_rows + d + DQK / 2);
+          rotation.Rotate(d / 16, b[0], b[1]);
 #pragma unroll
-        for (int m = 0; m < kBlocksQ; ++m) {
-          LoadMatrices(a[m], q_rows + m * 16 * Traits::kStrideQK + d);
+          for (int half = 0; half < 2; ++half) {
+            LoadMatrices(a, q_rows + d + half * (DQK / 2));
+            MultiplyAdd<T>(s[0][0], a, b[half][0], b[half][1]);
+            MultiplyAdd<T>(s[0][1], a, b[half][2], b[half][3]);
+          }
         }
+        rotation.Advance();
+      } else {
 #pragma unroll
-        for (int i = 0; i < kTilesS; i += 2) {
-          uint32_t b[4];
-          LoadMatrices(b, k_rows + i * 8 * Traits::kStrideQK + d);
+        for (int d = 0; d < DQK; d += 16) {
+          uint32_t a[kBlocksQ][4];
 #pragma unroll
           for (int m = 0; m < kBlocksQ; ++m) {
-            MultiplyAdd<T>(s[m][i], a[m], b[0], b[1]);
-            MultiplyAdd<T>(s[m][i + 1], a[m], b[2], b[3]);
+            LoadMatrices(a[m], q_rows + m * 16 * Traits::kStrideQK + d);
+          }
+#pragma unroll
+          for (int i = 0; i < kTilesS; i += 2) {
+            uint32_t b[4];
+            LoadMatrices(b, k_rows + i * 8 * Traits::kStrideQK + d);
+#pragma unroll
+            for (int m = 0; m < kBlocksQ; ++m) {
+              MultiplyAdd<T>(s[m][i], a[m], b[0], b[1]);
+              MultiplyAdd<T>(s[m][i + 1], a[m], b[2], b[3]);
+            }
           }
         }
       }
@@ -307,6 +347,11 @@ __global__ void __launch_bounds__(
     StoreRows<T, KV, DVO, kWarpsQ, kBlocksQ, kWarpsKV>(p, r, item, kv_head, first_row, packed_rows,
                                                        num_chunks, index, state, memory);
     __syncthreads();
+  }
+  // The last block to leave prepares the counters for the next launch.
+  if (threadIdx.x == 0 && atomicAdd(p.blocks_done, 1u) == gridDim.x - 1) {
+    *p.items_taken = 0;
+    *p.blocks_done = 0;
   }
 }
 

@@ -79,8 +79,11 @@ struct AttentionParams {
   int max_split_items;  // of one KV head, when keys are split; 0 when no tile is to be split
   float* partial_o;
   float2* partial_state;
-  int* arrivals;                    // one counter per tile and KV head, zero at the start
-  unsigned long long* items_taken;  // besides the first of each block; zero at the start
+  // Counters, zero at the start and at the end: parts of each tile and KV head, items besides the
+  // first of each block, and blocks that are done.
+  int* arrivals;
+  unsigned* items_taken;
+  unsigned* blocks_done;
 };
 
 /*!

@@ -26,7 +26,7 @@ template <int kThreads>
 struct ScheduleMemory {
   // Batches up to this size are looked up in a table; larger ones are counted again for each item.
   static constexpr int kTableSize = 256;
-  long long sums[kThreads / 32];
+  longlong2 sums[kThreads / 32];
   int item_end[kTableSize];
   int tile_end[kTableSize];
   WorkItem found;
@@ -52,8 +52,10 @@ class Schedule {
       tiles += own;
       work += own * max(r.num_keys, 1);
     }
-    work = Sum(work);
-    tiles = Sum(tiles);
+    longlong2 total;
+    InclusiveScan(make_longlong2(work, tiles), &total);
+    work = total.x;
+    tiles = total.y;
     // With fewer tiles than blocks that fit the GPU, keys are split until there is a block for each
     // place. With more, they are split so that the last wave of blocks is a small part of the
     // whole, but not so far that merging the parts shows. Rounding up adds one item a tile at most,
@@ -83,7 +85,7 @@ class Schedule {
   }
 
   /*! \brief Find item `index`; false when there are not so many. */
-  __device__ bool Find(long long index, WorkItem* item) {
+  __device__ bool Find(int index, WorkItem* item) {
     if (p_.batch_size <= Memory::kTableSize) {
       int low = 0, high = p_.batch_size;  // the first request that ends after the item
       while (low < high) {
@@ -114,7 +116,11 @@ class Schedule {
 
  private:
   __device__ static int ChunkLen(long long work, long long blocks, long long least) {
-    const long long even = (work + blocks - 1) / blocks;
+    // Numbers of 64 bits take ten times as long to divide, and few batches need them.
+    const bool fits = work + blocks <= 0xffffffffll;
+    const long long even =
+        fits ? static_cast<unsigned>(work + blocks - 1) / static_cast<unsigned>(blocks)
+             : (work + blocks - 1) / blocks;
     return static_cast<int>(
         min(max((even + 63) / 64 * 64, least), static_cast<long long>(kMaxKeys)));
   }
@@ -131,7 +137,7 @@ class Schedule {
     return static_cast<long long>(Tiles(r)) * Chunks(r);
   }
 
-  __device__ WorkItem MakeItem(int b, const RequestInfo& r, long long index, long long item_end,
+  __device__ WorkItem MakeItem(int b, const RequestInfo& r, int index, long long item_end,
                                long long tile_end) const {
     const int tiles = Tiles(r), chunks = Chunks(r);
     const int local = static_cast<int>(index - (item_end - Items(r)));
@@ -149,40 +155,37 @@ class Schedule {
       const int b = base + threadIdx.x;
       RequestInfo r{};
       if (b < p_.batch_size) r = ReadRequest(p_, b);
-      long long items_total, tiles_total;
       const bool exists = b < p_.batch_size;
-      const long long item_end = items_before + InclusiveScan(exists ? Items(r) : 0, &items_total);
-      const long long tile_end = tiles_before + InclusiveScan(exists ? Tiles(r) : 0, &tiles_total);
-      if (exists) visit(b, r, item_end, tile_end);
-      items_before += items_total;
-      tiles_before += tiles_total;
+      longlong2 total;
+      const longlong2 end =
+          InclusiveScan(exists ? make_longlong2(Items(r), Tiles(r)) : make_longlong2(0, 0), &total);
+      if (exists) visit(b, r, items_before + end.x, tiles_before + end.y);
+      items_before += total.x;
+      tiles_before += total.y;
     }
     __syncthreads();
   }
 
-  __device__ long long InclusiveScan(long long value, long long* total) {
+  /*! \brief Of two numbers of each thread at once. */
+  __device__ longlong2 InclusiveScan(longlong2 value, longlong2* total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const long long other = __shfl_up_sync(0xffffffffu, value, step);
-      if (lane >= step) value += other;
+      const long long x = __shfl_up_sync(0xffffffffu, value.x, step);
+      const long long y = __shfl_up_sync(0xffffffffu, value.y, step);
+      if (lane >= step) value = make_longlong2(value.x + x, value.y + y);
     }
     if (lane == 31) memory_->sums[warp] = value;
     __syncthreads();
-    long long before = 0, sum = 0;
+    longlong2 before = make_longlong2(0, 0), sum = before;
     for (int w = 0; w < kThreads / 32; ++w) {
-      if (w < warp) before += memory_->sums[w];
-      sum += memory_->sums[w];
+      const longlong2 other = memory_->sums[w];
+      if (w < warp) before = make_longlong2(before.x + other.x, before.y + other.y);
+      sum = make_longlong2(sum.x + other.x, sum.y + other.y);
     }
     __syncthreads();
     *total = sum;
-    return before + value;
-  }
-
-  __device__ long long Sum(long long value) {
-    long long total;
-    InclusiveScan(value, &total);
-    return total;
+    return make_longlong2(before.x + value.x, before.y + value.y);
   }
 
   const AttentionParams<T>& p_;

@@ -3,7 +3,7 @@
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_TILES_CUH_
 #define TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_TILES_CUH_
 
-#include "angle.cuh"
+#include "attention_rotary.cuh"
 #include "attention_schedule.cuh"
 #include "float8.cuh"
 #include "mma.cuh"
@@ -62,35 +62,7 @@ __device__ __forceinline__ void UpdateState(const float (&s)[kTilesS][4], float 
   }
 }
 
-template <typename T>
-__device__ __forceinline__ float2 RotaryAngle(const AttentionParams<T>& p, int position,
-                                              float inv_freq) {
-  // As in SplitRotaryKernel: a float angle.
-  const float2 angle = CosineAndSine(static_cast<float>(position) * inv_freq);
-  return make_float2(p.magnitude * angle.x, p.magnitude * angle.y);
-}
-
-/*! \brief Dimensions of one rotated pair. */
-template <typename T>
-__device__ __forceinline__ int2 PairDims(const AttentionParams<T>& p, int pair) {
-  return p.interleaved ? make_int2(2 * pair, 2 * pair + 1)
-                       : make_int2(pair, pair + p.rotary_dim / 2);
-}
-
-/*! \brief Rotate one pair of a row in shared memory. */
-template <typename T>
-__device__ __forceinline__ void RotatePair(const AttentionParams<T>& p, int position, int pair,
-                                           T* x) {
-  const float f = p.inv_freq[0][pair], second = p.inv_freq[1][pair];
-  const float2 angle = RotaryAngle(p, position, f);
-  const float2 other = f == second ? angle : RotaryAngle(p, position, second);
-  const int2 d = PairDims(p, pair);
-  const float a = ToFloat(x[d.x]), b = ToFloat(x[d.y]);
-  x[d.x] = FromFloat<T>(a * angle.x - b * angle.y);
-  x[d.y] = FromFloat<T>(b * other.x + a * other.y);
-}
-
-template <typename T, int D, int kRows, int kStride, int kThreads, bool kExtras>
+template <typename T, int D, int kRows, int kStride, int kThreads, bool kRotates>
 __device__ __forceinline__ void LoadQueries(const AttentionParams<T>& p, const RequestInfo& r,
                                             int kv_head, int first_row, int packed_rows, T* tile) {
   auto source = [&](int packed) {
@@ -106,7 +78,7 @@ __device__ __forceinline__ void LoadQueries(const AttentionParams<T>& p, const R
     }
     *reinterpret_cast<uint4*>(tile + row * kStride + d) = piece;
   }
-  if constexpr (kExtras) {
+  if constexpr (kRotates) {
     if (p.rotary_dim == 0) return;
     __syncthreads();
     const int pairs = p.rotary_dim / 2;
@@ -163,80 +135,6 @@ __device__ __forceinline__ void LoadKeys(const KeyAddress* addresses, const int*
   }
 }
 
-/*! \brief Rotate pairs of two elements each that lie side by side: x to (x a.x - y a.y, y a.x + x
- * a.y).
- */
-template <typename T>
-__device__ __forceinline__ void RotateTwo(T* first, T* second, float2 a, float2 b,
-                                          bool interleaved) {
-  using Two = Vector<T, 2>;
-  Two x = *reinterpret_cast<Two*>(first), y = *reinterpret_cast<Two*>(second);
-  const float x0 = ToFloat(x.data[0]), x1 = ToFloat(x.data[1]);
-  const float y0 = ToFloat(y.data[0]), y1 = ToFloat(y.data[1]);
-  if (interleaved) {  // the pairs are (x0, x1) and (y0, y1)
-    x.data[0] = FromFloat<T>(x0 * a.x - x1 * a.y);
-    x.data[1] = FromFloat<T>(x1 * a.x + x0 * a.y);
-    y.data[0] = FromFloat<T>(y0 * b.x - y1 * b.y);
-    y.data[1] = FromFloat<T>(y1 * b.x + y0 * b.y);
-  } else {  // (x0, y0) and (x1, y1)
-    x.data[0] = FromFloat<T>(x0 * a.x - y0 * a.y);
-    y.data[0] = FromFloat<T>(y0 * a.x + x0 * a.y);
-    x.data[1] = FromFloat<T>(x1 * b.x - y1 * b.y);
-    y.data[1] = FromFloat<T>(y1 * b.x + x1 * b.y);
-  }
-  *reinterpret_cast<Two*>(first) = x;
-  *reinterpret_cast<Two*>(second) = y;
-}
-
-__device__ __forceinline__ float2 AddAngles(float2 a, float2 b) {
-  return make_float2(a.x * b.x - a.y * b.y, a.y * b.x + a.x * b.y);
-}
-
-/*!
- * \brief Rotate keys of consecutive positions. A thread has two pairs of every so-manyth key, and
- * goes from one key to the next by adding angles: two sines a tile and pair, not one a key.
- */
-template <typename T, int kKeys, int kStride, int kThreads>
-__device__ __forceinline__ void RotateConsecutiveKeys(const AttentionParams<T>& p, int position,
-                                                      T* tile) {
-  const int columns = p.rotary_dim / 4, rows = kThreads / columns;
-  const int row = threadIdx.x / columns, pair = threadIdx.x % columns * 2;
-  if (row >= rows) return;
-  float2 angle[2], step[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    angle[i] = RotaryAngle(p, position + row, p.inv_freq[0][pair + i]);
-    step[i] = CosineAndSine(static_cast<float>(rows) * p.inv_freq[0][pair + i]);
-  }
-  const int first = p.interleaved ? 2 * pair : pair;
-  const int second = p.interleaved ? first + 2 : first + p.rotary_dim / 2;
-#pragma unroll 4
-  for (int key = row; key < kKeys; key += rows) {
-    T* x = tile + key * kStride;
-    RotateTwo(x + first, x + second, angle[0], angle[1], p.interleaved);
-    angle[0] = AddAngles(angle[0], step[0]);
-    angle[1] = AddAngles(angle[1], step[1]);
-  }
-}
-
-template <typename T, int kKeys, int kStride, int kThreads>
-__device__ __forceinline__ void RotateKeys(const AttentionParams<T>& p, const RequestInfo& r,
-                                           int request, int tile_begin, int end, T* tile) {
-  if (p.k_positions != nullptr && p.same_frequencies && p.rotary_dim % 4 == 0) {
-    RotateConsecutiveKeys<T, kKeys, kStride, kThreads>(p, p.k_positions[request] + tile_begin,
-                                                       tile);
-    return;
-  }
-  const int pairs = p.rotary_dim / 2;
-  for (int i = threadIdx.x; i < kKeys * pairs; i += kThreads) {
-    const int key = tile_begin + i / pairs, pair = i % pairs;
-    if (key >= end) continue;
-    const int position =
-        p.k_positions != nullptr ? p.k_positions[request] + key : p.q_positions[r.kv_begin + key];
-    RotatePair(p, position, pair, tile + i / pairs * kStride);
-  }
-}
-
 /*! \brief Output address of one packed row. */
 template <typename T>
 struct OutputRow {
@@ -270,13 +168,66 @@ __device__ __forceinline__ float FinishRow(const AttentionParams<T>& p, const Ou
 }
 
 /*!
+ * \brief Merge the parts of a tile into the output. All threads of the block call it, for which the
+ * parts are written. `tops` is shared memory for the maximum and the sum of each row.
+ */
+template <typename T, typename KV, int DVO, int kRows, int kThreads>
+__device__ __forceinline__ void MergeParts(const AttentionParams<T>& p, const RequestInfo& r,
+                                           const WorkItem& item, int kv_head, int first_row,
+                                           int valid_rows, int num_chunks, long long first_slot,
+                                           float2* tops) {
+  auto slot_of = [&](int chunk) {
+    return first_slot + static_cast<long long>(chunk) * p.num_kv_heads;
+  };
+  // Lanes read the states of other chunks at once, and later the outputs of several in turn: one at
+  // a time would wait for the memory as often as there are chunks.
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32; row < valid_rows; row += kThreads / 32) {
+    float top = -INFINITY, sum = 0.f;
+    for (int c = lane; c < num_chunks; c += 32) {
+      const float2 other = __ldcg(p.partial_state + slot_of(c) * kRows + row);
+      const float larger = fmaxf(top, other.x), base = larger == -INFINITY ? 0.f : larger;
+      sum = sum * Exp2(top - base) + other.y * Exp2(other.x - base);
+      top = larger;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const float other_top = __shfl_xor_sync(0xffffffffu, top, step);
+      const float other_sum = __shfl_xor_sync(0xffffffffu, sum, step);
+      const float larger = fmaxf(top, other_top), base = larger == -INFINITY ? 0.f : larger;
+      sum = sum * Exp2(top - base) + other_sum * Exp2(other_top - base);
+      top = larger;
+    }
+    if (lane == 0) tops[row] = make_float2(top, sum);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < valid_rows * (DVO / 2); i += kThreads) {
+    const int row = i / (DVO / 2), d = i % (DVO / 2) * 2;
+    const float base = tops[row].x == -INFINITY ? 0.f : tops[row].x;
+    float2 value = make_float2(0.f, 0.f);
+#pragma unroll 8
+    for (int c = 0; c < num_chunks; ++c) {
+      const long long at = slot_of(c) * kRows + row;
+      const float weight = Exp2(__ldcg(&p.partial_state[at].x) - base);
+      const float2 o = __ldcg(reinterpret_cast<const float2*>(p.partial_o + at * DVO + d));
+      value.x += weight * o.x;
+      value.y += weight * o.y;
+    }
+    const OutputRow<T> out = LocateRow(p, r, kv_head, first_row + row);
+    const float scale = FinishRow<T, KV>(p, out, tops[row].x, tops[row].y, d == 0);
+    *reinterpret_cast<uint32_t*>(p.o + out.state * DVO + d) =
+        Pack<T>(value.x * scale, value.y * scale);
+  }
+}
+
+/*!
  * \brief Write the rows of a tile: to the output, or as a part when keys were split. The block
  * whose part is the last of its tile merges them all.
  */
 template <typename T, typename KV, int DVO, int kWarpsQ, int kBlocksQ, int kWarpsKV>
 __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const RequestInfo& r,
                                           const WorkItem& item, int kv_head, int first_row,
-                                          int packed_rows, int num_chunks, long long index,
+                                          int packed_rows, int num_chunks, int index,
                                           RowState<DVO, kBlocksQ>& state, char* memory) {
   static_assert(kWarpsKV == 1 || kBlocksQ == 1, "warps that share rows have few of them");
   constexpr int kRows = 16 * kBlocksQ * kWarpsQ, kThreads = 32 * kWarpsQ * kWarpsKV;
@@ -303,9 +254,9 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
     }
     __syncthreads();
   }
-  const long long first_slot = (index / p.num_kv_heads - item.chunk) * p.num_kv_heads + kv_head;
-  float* part_o = p.partial_o + index * kRows * DVO;
-  float2* part_state = p.partial_state + index * kRows;
+  const long long first_slot = index - static_cast<long long>(item.chunk) * p.num_kv_heads;
+  float* part_o = p.partial_o + static_cast<long long>(index) * kRows * DVO;
+  float2* part_state = p.partial_state + static_cast<long long>(index) * kRows;
 
   // Where the columns of one row go, and what they are multiplied by.
   struct Target {
@@ -376,35 +327,13 @@ __device__ __forceinline__ void StoreRows(const AttentionParams<T>& p, const Req
   if (threadIdx.x == 0) {
     int* arrivals = p.arrivals + item.tile_id * p.num_kv_heads + kv_head;
     is_last = atomicAdd(arrivals, 1) == num_chunks - 1;
+    if (is_last) *arrivals = 0;
   }
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  for (int i = threadIdx.x; i < valid_rows * (DVO / 2); i += kThreads) {
-    const int row = i / (DVO / 2), d = i % (DVO / 2) * 2;
-    float top = -INFINITY;
-    for (int c = 0; c < num_chunks; ++c) {
-      const long long slot = first_slot + static_cast<long long>(c) * p.num_kv_heads;
-      top = fmaxf(top, __ldcg(p.partial_state + slot * kRows + row).x);
-    }
-    const float base = top == -INFINITY ? 0.f : top;
-    float sum = 0.f;
-    float2 value = make_float2(0.f, 0.f);
-    for (int c = 0; c < num_chunks; ++c) {
-      const long long slot = first_slot + static_cast<long long>(c) * p.num_kv_heads;
-      const float2 other = __ldcg(p.partial_state + slot * kRows + row);
-      const float weight = Exp2(other.x - base);
-      const float2 o =
-          __ldcg(reinterpret_cast<const float2*>(p.partial_o + (slot * kRows + row) * DVO + d));
-      sum += weight * other.y;
-      value.x += weight * o.x;
-      value.y += weight * o.y;
-    }
-    const OutputRow<T> out = LocateRow(p, r, kv_head, first_row + row);
-    const float scale = FinishRow<T, KV>(p, out, top, sum, d == 0);
-    *reinterpret_cast<uint32_t*>(p.o + out.state * DVO + d) =
-        Pack<T>(value.x * scale, value.y * scale);
-  }
+  MergeParts<T, KV, DVO, kRows, kThreads>(p, r, item, kv_head, first_row, valid_rows, num_chunks,
+                                          first_slot, reinterpret_cast<float2*>(memory));
 }
 
 }  // namespace cuda

@@ -79,6 +79,9 @@ struct PlanCursor {
 /*! \brief The cursor of this library; the library with the ops hands its own to all units. */
 PlanCursor* SharedPlanCursor();
 
+/*! \brief Whether prefill may run on the kernel for Hopper. */
+enum class PrefillSM90 : int32_t { kNever, kWhereFaster, kAlways };
+
 /*! \brief What a plan is made from; the index arrays are in host memory and were checked. */
 struct PlanArgs {
   void* float_workspace;
@@ -98,8 +101,9 @@ struct PlanArgs {
   int32_t window_left;
   int64_t fixed_split_size;
   bool disable_split_kv;
-  const int32_t* kv_len = nullptr;  // keys of each request; of MLA alone
+  const int32_t* kv_len = nullptr;  // keys of each request; not of decode
   PlanCursor* cursor = SharedPlanCursor();
+  PrefillSM90 sm90 = PrefillSM90::kNever;
 };
 
 /*! \brief The schedule: fields of FlashInfer's plan, offsets included. Its first value is the kind.
@@ -107,7 +111,18 @@ struct PlanArgs {
 using PlanFn = int (*)(const PlanArgs& args, CudaStream stream, std::vector<int64_t>* plan,
                        char* error);
 
-/*! \brief Values of a plan of latent attention. */
+/*! \brief The first value of a plan: which kernels it is for. */
+enum PlanKind : int64_t {
+  kPrefillPlan = 1,
+  kDecodePlan = 2,
+  kMLAPlan = 3,
+  kPrefillSM90Plan = 4,
+  kDeviceSchedulePlan = 5  // nothing is planned: batch_attention makes its schedule on the device
+};
+
+/*! \brief How many values the plans of each kernel have. */
+constexpr int64_t kPrefillPlanSize = 14;
+constexpr int64_t kPrefillSM90PlanSize = 8;
 constexpr int64_t kMLAPlanSize = 20;
 
 /*! \brief Workspaces as given to plan, and the plan that came back. */

@@ -12,15 +12,14 @@ namespace kernels {
 namespace cuda {
 
 /*!
- * A group of `lanes` threads of one warp merges one head of one row: all of them read both LSEs
+ * The threads of one y, all in one warp, merge one head of one row: all of them read both LSEs
  * before one of them writes the merged one, which may be the first of the two.
  */
 template <typename T, int kVec>
-__global__ void MergeStateKernel(int64_t num_states, int head_dim, int lanes, const T* v_a,
-                                 const float* s_a, const T* v_b, const float* s_b, T* v_merged,
-                                 float* s_merged) {
-  const int64_t state = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
-  const int lane = threadIdx.x % lanes;
+__global__ void MergeStateKernel(int64_t num_states, int head_dim, const T* v_a, const float* s_a,
+                                 const T* v_b, const float* s_b, T* v_merged, float* s_merged) {
+  const int64_t state = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int lane = threadIdx.x, lanes = blockDim.x;
   const bool active = state < num_states;
   float log_a = 0.f, log_b = 0.f;
   if (active) {
@@ -67,11 +66,12 @@ inline int MergeState(const MergeStateArgs& args, CudaStream stream, char* error
       while (lanes < 32 && lanes * vec < args.head_dim) lanes *= 2;
       constexpr int kThreads = 256;
       const auto blocks = static_cast<unsigned>(CeilDiv(num_states * lanes, kThreads));
+      const dim3 threads(lanes, kThreads / lanes);
       auto kernel = wide ? MergeStateKernel<T, kWide<T>> : MergeStateKernel<T, 1>;
-      kernel<<<blocks, kThreads, 0, handle>>>(
-          num_states, args.head_dim, lanes, static_cast<const T*>(args.v_a), args.s_a,
-          static_cast<const T*>(args.v_b), args.s_b, static_cast<T*>(args.v_merged), args.s_merged);
-      return cudaGetLastError();
+      return LaunchKernel(kernel, blocks, threads, 0, handle, num_states, args.head_dim,
+                          static_cast<const T*>(args.v_a), args.s_a,
+                          static_cast<const T*>(args.v_b), args.s_b, static_cast<T*>(args.v_merged),
+                          args.s_merged);
     });
   });
 }

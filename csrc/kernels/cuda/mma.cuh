@@ -75,6 +75,16 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
   }
 }
 
+/*! \brief The floats that Pack was given, rounded. */
+template <typename T>
+__device__ __forceinline__ float2 Unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<T, half>) {
+    return __half22float2(*reinterpret_cast<half2*>(&packed));
+  } else {
+    return __bfloat1622float2(*reinterpret_cast<nv_bfloat162*>(&packed));
+  }
+}
+
 /*! \brief 2^x, and exactly 0 for -inf. */
 __device__ __forceinline__ float Exp2(float x) {
   float y;

@@ -27,16 +27,22 @@ namespace cuda {
 class PlanBuffer {
  public:
   /*! \brief Append `values`; the result is the offset, relative until Commit. */
-  int64_t Add(const std::vector<int32_t>& values) {
-    const int64_t offset = static_cast<int64_t>(values_.size() * sizeof(int32_t));
-    values_.insert(values_.end(), values.begin(), values.end());
-    while (values_.size() * sizeof(int32_t) % kAlignment != 0) values_.push_back(0);
+  template <typename T = int32_t>
+  int64_t Add(const std::vector<T>& values) {
+    static_assert(sizeof(T) % sizeof(int32_t) == 0, "made of 32-bit integers");
+    const int64_t offset = size();
+    const int32_t* first = reinterpret_cast<const int32_t*>(values.data());
+    values_.insert(values_.end(), first, first + values.size() * sizeof(T) / sizeof(int32_t));
+    while (size() % kAlignment != 0) values_.push_back(0);
     return offset;
   }
 
+  /*! \brief Bytes so far. */
+  int64_t size() const { return static_cast<int64_t>(values_.size() * sizeof(int32_t)); }
+
   /*! \brief Copy to the workspace; the result is to be added to every offset that Add gave. */
   int64_t Commit(const PlanArgs& args, cudaStream_t stream) {
-    const int64_t size = static_cast<int64_t>(values_.size() * sizeof(int32_t));
+    const int64_t size = this->size();
     if (size > args.int_workspace_bytes) {
       Throw("int_workspace", size, args.int_workspace_bytes);
     }
@@ -55,7 +61,7 @@ class PlanBuffer {
   }
 
  private:
-  static constexpr size_t kAlignment = 16;
+  static constexpr int64_t kAlignment = 16;
 
   [[noreturn]] static void Throw(const char* name, int64_t need, int64_t have) {
     std::ostringstream message;
@@ -78,10 +84,8 @@ class PlanBuffer {
   std::vector<int32_t> values_;
 };
 
-/*! \brief The kernel's part of a plan. `kind` tells which kernels it is for. */
-enum PlanKind : int64_t { kPrefillPlan = 1, kDecodePlan = 2, kMLAPlan = 3 };
-
-/*! \brief Fields of a plan, in order. Offsets count bytes into the workspaces. */
+/*! \brief Fields of a plan, in order. `kind` tells which kernels it is for. Offsets count bytes
+ * into the workspaces. */
 struct Plan {
   int64_t kind;
   int64_t num_blocks;  // grid dimension of the attention kernel
@@ -98,11 +102,35 @@ struct Plan {
   int64_t tmp_v;
   int64_t tmp_s;
 
-  static constexpr int64_t kSize = 14;
+  static constexpr int64_t kSize = kPrefillPlanSize;
 
   static const Plan& From(const PlanView& view) {
     static_assert(sizeof(Plan) == kSize * sizeof(int64_t), "Plan is a plain list of integers");
     return *reinterpret_cast<const Plan*>(view.values);
+  }
+
+  std::vector<int64_t> ToVector() const {
+    const int64_t* first = reinterpret_cast<const int64_t*>(this);
+    return std::vector<int64_t>(first, first + kSize);
+  }
+};
+
+/*! \brief The same of prefill on Hopper; the arrays are those of PrefillSchedule. */
+struct PrefillSM90Plan {
+  int64_t kind;
+  int64_t num_blocks;
+  int64_t num_groups;
+  int64_t num_keys;  // where ragged keys end
+  int64_t work_indptr;
+  int64_t work_tile;
+  int64_t work_head;
+  int64_t tiles;
+
+  static constexpr int64_t kSize = kPrefillSM90PlanSize;
+
+  static const PrefillSM90Plan& From(const PlanView& view) {
+    static_assert(sizeof(PrefillSM90Plan) == kSize * sizeof(int64_t), "a plan is integers");
+    return *reinterpret_cast<const PrefillSM90Plan*>(view.values);
   }
 
   std::vector<int64_t> ToVector() const {

@@ -11,10 +11,15 @@ namespace tvm_flashinfer {
 namespace kernels {
 namespace cuda {
 
-/*! \brief Frequencies as a kernel parameter: they reach the kernel without a device allocation. */
+/*!
+ * \brief Frequencies as a kernel parameter: they reach the kernel without a device allocation. Most
+ * models have few, and a launch takes longer the more bytes it has.
+ */
+template <int kCount>
 struct InverseFrequencies {
-  float values[kMaxRotaryPairs];
+  float values[kCount];
 };
+constexpr int kFewFrequencies = 64;
 
 template <typename T>
 struct SplitRotaryParams {
@@ -35,63 +40,93 @@ struct SplitRotaryParams {
   T* v;
 };
 
-/*! \brief One block a row: the angles are computed once and used by every head. */
-template <typename T, int kVec>
+/*!
+ * \brief One block a row. The angles are computed once; a thread keeps those of kVec pairs in
+ * registers, and rotates these pairs of one head after the other.
+ */
+template <typename T, int kVec, int kCount>
 __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
-                                  const __grid_constant__ InverseFrequencies inv_freq) {
+                                  const __grid_constant__ InverseFrequencies<kCount> inv_freq) {
+  using Vec = Vector<T, kVec>;
   extern __shared__ float2 cos_sin[];
   const int64_t row = blockIdx.x;
-  const int pairs = p.rotary_dim / 2;
-  if (p.apply_rope) {
+  const int rotary_dim = p.apply_rope ? p.rotary_dim : 0, pairs = rotary_dim / 2;
+  const int rotated_heads = p.num_qo_heads + p.num_kv_heads;
+  const T* source = p.qkv + row * p.qkv_stride_row;
+  auto load = [&](int head, int d) {
+    return *reinterpret_cast<const Vec*>(source + head * p.qkv_stride_head + d);
+  };
+  auto store = [&](int head, int d, const Vec& x) {
+    const bool is_q = head < p.num_qo_heads, is_k = head < rotated_heads;
+    T* out = is_q ? p.q : is_k ? p.k : p.v;
+    const int local = head - (is_q ? 0 : is_k ? p.num_qo_heads : rotated_heads);
+    const int heads = is_q ? p.num_qo_heads : p.num_kv_heads;
+    *reinterpret_cast<Vec*>(out + (row * heads + local) * p.head_dim + d) = x;
+  };
+
+  if (rotary_dim > 0) {
     const float position = static_cast<float>(p.position_map[row]);
+    // Through a generic address: parameters that lanes index apart are read one after the other.
+    const float* frequencies = inv_freq.values;
+    asm("" : "+l"(frequencies));
     for (int i = threadIdx.x; i < (p.has_second ? 2 * pairs : pairs); i += blockDim.x) {
-      const float2 angle = CosineAndSine(position * inv_freq.values[i]);
+      const float2 angle = CosineAndSine(position * frequencies[i]);
       cos_sin[i] = make_float2(p.magnitude * angle.x, p.magnitude * angle.y);
     }
-    __syncthreads();
   }
-  const float2* second_cos_sin = p.has_second ? cos_sin + pairs : cos_sin;
-  using Vec = Vector<T, kVec>;
-  const int heads = p.num_qo_heads + 2 * p.num_kv_heads;
-  const int vecs_per_head = p.head_dim / kVec;
-  const T* source = p.qkv + row * p.qkv_stride_row;
-  for (int index = threadIdx.x; index < heads * vecs_per_head; index += blockDim.x) {
-    const int head = index / vecs_per_head;
-    const int d = index % vecs_per_head * kVec;
-    const T* in = source + head * p.qkv_stride_head;
-    T* out;
-    if (head < p.num_qo_heads) {
-      out = p.q + (row * p.num_qo_heads + head) * p.head_dim;
-    } else if (head < p.num_qo_heads + p.num_kv_heads) {
-      out = p.k + (row * p.num_kv_heads + head - p.num_qo_heads) * p.head_dim;
-    } else {
-      out = p.v + (row * p.num_kv_heads + head - p.num_qo_heads - p.num_kv_heads) * p.head_dim;
+  // What is not rotated: values, and the dimensions behind rotary_dim.
+  const int pieces_of_v = p.head_dim / kVec, pieces_behind = (p.head_dim - rotary_dim) / kVec;
+  const int num_v = p.num_kv_heads * pieces_of_v;
+  for (int i = threadIdx.x; i < num_v + rotated_heads * pieces_behind; i += blockDim.x) {
+    const bool is_v = i < num_v;
+    const int j = is_v ? i : i - num_v, pieces = is_v ? pieces_of_v : pieces_behind;
+    const int head = j / pieces + (is_v ? rotated_heads : 0);
+    const int d = j % pieces * kVec + (is_v ? 0 : rotary_dim);
+    store(head, d, load(head, d));
+  }
+  if (rotary_dim == 0) return;
+  __syncthreads();
+
+  const int units = pairs / kVec, heads_at_once = blockDim.x / units;
+  const int unit = threadIdx.x % units, first_head = threadIdx.x / units;
+  if (first_head >= heads_at_once) return;
+  // The unit's pairs lie in two vectors: side by side, or half of the rotated dimensions apart.
+  const int low = p.interleaved ? 2 * unit * kVec : unit * kVec;
+  const int high = p.interleaved ? low + kVec : low + pairs;
+  float2 angle[kVec], second[kVec];  // of the first elements of the pairs, and of the second
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    angle[j] = cos_sin[unit * kVec + j];
+    second[j] = p.has_second ? cos_sin[pairs + unit * kVec + j] : angle[j];
+  }
+#pragma unroll 2
+  for (int head = first_head; head < rotated_heads; head += heads_at_once) {
+    Vec x = load(head, low), y = load(head, high);
+    float a[2 * kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      a[j] = ToFloat(x.data[j]);
+      a[kVec + j] = ToFloat(y.data[j]);
     }
-    Vec x = *reinterpret_cast<const Vec*>(in + d);
-    const bool is_value = head >= p.num_qo_heads + p.num_kv_heads;
-    if (p.apply_rope && !is_value && d < p.rotary_dim) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
       if (p.interleaved) {
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          const int other = (d + j) ^ 1;
-          const bool first = (d + j) % 2 == 0;
-          const float2 c = (first ? cos_sin : second_cos_sin)[(d + j) / 2];
-          const float partner = ToFloat(in[other]);
-          const float rotated = first ? -partner : partner;
-          x.data[j] = FromFloat<T>(ToFloat(x.data[j]) * c.x + rotated * c.y);
-        }
+        const float even = a[2 * j], odd = a[2 * j + 1];
+        a[2 * j] = even * angle[j].x - odd * angle[j].y;
+        a[2 * j + 1] = odd * second[j].x + even * second[j].y;
       } else {
-        const bool first = d < pairs;
-        const Vec partner = *reinterpret_cast<const Vec*>(in + (first ? d + pairs : d - pairs));
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          const float2 c = first ? cos_sin[d + j] : second_cos_sin[d + j - pairs];
-          const float y = ToFloat(partner.data[j]);
-          x.data[j] = FromFloat<T>(ToFloat(x.data[j]) * c.x + (first ? -y : y) * c.y);
-        }
+        const float first = a[j], other = a[kVec + j];
+        a[j] = first * angle[j].x - other * angle[j].y;
+        a[kVec + j] = other * second[j].x + first * second[j].y;
       }
     }
-    *reinterpret_cast<Vec*>(out + d) = x;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      x.data[j] = FromFloat<T>(a[j]);
+      y.data[j] = FromFloat<T>(a[kVec + j]);
+    }
+    store(head, low, x);
+    store(head, high, y);
   }
 }
 
@@ -115,15 +150,11 @@ inline int SplitQKVRotary(const SplitRotaryArgs& args, CudaStream stream, char* 
                                   static_cast<T*>(args.q),
                                   static_cast<T*>(args.k),
                                   static_cast<T*>(args.v)};
-      InverseFrequencies inv_freq;
       const int pairs = args.rotary_dim / 2;
-      std::copy_n(args.inv_freq, pairs, inv_freq.values);
-      if (params.has_second) {
-        if (2 * pairs > kMaxRotaryPairs) {
-          throw std::invalid_argument("rotary_dim is " + std::to_string(args.rotary_dim) +
-                                      ", with this RoPE scaling it can be 512 at most");
-        }
-        std::copy_n(args.inv_freq_second, pairs, inv_freq.values + pairs);
+      const int count = params.has_second ? 2 * pairs : pairs;
+      if (count > kMaxRotaryPairs) {
+        throw std::invalid_argument("rotary_dim is " + std::to_string(args.rotary_dim) +
+                                    ", with this RoPE scaling it can be 512 at most");
       }
       constexpr int kVec = kWide<T>;
       // A wide piece must lie on one side of the boundary between the halves and of rotary_dim.
@@ -131,12 +162,21 @@ inline int SplitQKVRotary(const SplitRotaryArgs& args, CudaStream stream, char* 
           CanVectorize(args.head_dim * sizeof(T), {args.qkv, args.q, args.k, args.v}) &&
           args.qkv_stride_row % kVec == 0 && args.qkv_stride_head % kVec == 0 &&
           args.rotary_dim % (2 * kVec) == 0;
-      const int pieces = (args.num_qo_heads + 2 * args.num_kv_heads) * args.head_dim;
-      const int threads = std::min<int>(512, CeilDiv(wide ? pieces / kVec : pieces, 32) * 32);
-      const size_t shared = (params.has_second ? 2 * pairs : pairs) * sizeof(float2);
-      auto kernel = wide ? SplitRotaryKernel<T, kVec> : SplitRotaryKernel<T, 1>;
-      kernel<<<static_cast<unsigned>(args.num_rows), threads, shared, handle>>>(params, inv_freq);
-      return cudaGetLastError();
+      // Few rows: each thread has one head. Many: it has several, for which it reads angles once.
+      const int units = std::max(pairs / (wide ? kVec : 1), 1);
+      const int least = args.num_rows <= 256 ? 512 : 128;
+      const int threads = std::max<int>(least, CeilDiv(units, 32) * 32);
+      auto launch = [&](auto most) {
+        constexpr int kCount = decltype(most)::value;
+        InverseFrequencies<kCount> inv_freq;
+        std::copy_n(args.inv_freq, pairs, inv_freq.values);
+        if (params.has_second) std::copy_n(args.inv_freq_second, pairs, inv_freq.values + pairs);
+        auto kernel = wide ? SplitRotaryKernel<T, kVec, kCount> : SplitRotaryKernel<T, 1, kCount>;
+        return LaunchKernel(kernel, static_cast<unsigned>(args.num_rows), threads,
+                            count * sizeof(float2), handle, params, inv_freq);
+      };
+      return count <= kFewFrequencies ? launch(std::integral_constant<int, kFewFrequencies>())
+                                      : launch(std::integral_constant<int, kMaxRotaryPairs>());
     });
   });
 }

@@ -10,13 +10,13 @@ namespace tvm_flashinfer {
 namespace kernels {
 namespace cuda {
 
-/*! A group of `lanes` threads of one warp scales one head of one row, after all have read its LSE.
+/*! The threads of one y, all in one warp, scale one head of one row, after all have read its LSE.
  */
 template <typename T, int kVec>
-__global__ void ApplySinksKernel(int64_t num_states, int num_heads, int head_dim, int lanes, T* o,
-                                 float* lse, const float* sinks) {
-  const int64_t state = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
-  const int lane = threadIdx.x % lanes;
+__global__ void ApplySinksKernel(int64_t num_states, int num_heads, int head_dim, T* o, float* lse,
+                                 const float* sinks) {
+  const int64_t state = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int lane = threadIdx.x, lanes = blockDim.x;
   const bool active = state < num_states;
   float own_lse = 0.f, sink = 0.f;
   if (active) {
@@ -56,10 +56,10 @@ inline int ApplySinks(const ApplySinksArgs& args, CudaStream stream, char* error
       while (lanes < 32 && lanes * vec < args.head_dim) lanes *= 2;
       constexpr int kThreads = 256;
       const auto blocks = static_cast<unsigned>(CeilDiv(num_states * lanes, kThreads));
+      const dim3 threads(lanes, kThreads / lanes);
       auto kernel = wide ? ApplySinksKernel<T, kWide<T>> : ApplySinksKernel<T, 1>;
-      kernel<<<blocks, kThreads, 0, handle>>>(num_states, args.num_heads, args.head_dim, lanes,
-                                              static_cast<T*>(args.o), args.lse, args.sinks);
-      return cudaGetLastError();
+      return LaunchKernel(kernel, blocks, threads, 0, handle, num_states, args.num_heads,
+                          args.head_dim, static_cast<T*>(args.o), args.lse, args.sinks);
     });
   });
 }

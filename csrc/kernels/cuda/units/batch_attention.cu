@@ -1,5 +1,7 @@
 // Attention scheduled on the device, over paged or ragged keys, for one dtype of queries, one of
 // keys and values, and head dimensions.
+#include <mutex>
+
 #include "../../workspace.h"
 #include "../attention_kernel.cuh"
 
@@ -12,6 +14,8 @@ using T = TVM_FLASHINFER_DTYPE;
 using KV = TVM_FLASHINFER_KV_DTYPE;
 constexpr int kHeadDimQK = TVM_FLASHINFER_HEAD_DIM_QK;
 constexpr int kHeadDimVO = TVM_FLASHINFER_HEAD_DIM_VO;
+/*! \brief Warps that share the keys of a tile, where requests have few rows. */
+constexpr int kDecodeWarps = 4;
 static_assert(kHeadDimQK % 16 == 0 && kHeadDimVO % 16 == 0, "head dimensions come in 16s");
 
 AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
@@ -141,35 +145,77 @@ int64_t MaxSplitItems(const AttentionParams<T>& p, int tile_rows) {
   return std::min(places, tiles + of_request * chunks);
 }
 
-template <int kWarpsQ, int kBlocksQ, int kWarpsKV, bool kExtras>
+constexpr int64_t kCountersBeforeArrivals = 2;
+
+/*!
+ * \brief Counters that are zero whenever no kernel of the stream runs, or null where there are
+ * none.
+ *
+ * A kernel leaves its counters at zero, so those of one stream can be kept, and no memset holds the
+ * kernel up. Only the default stream is known to be the same one in the next call: others may have
+ * been destroyed since, and be captured into graphs, which replay beside eager calls.
+ */
+cudaError_t KeptCounters(size_t bytes, cudaStream_t stream, unsigned** counters) {
+  constexpr int kMaxDevices = 64;
+  constexpr size_t kBytes = 64 << 10;
+  static std::mutex mutex;
+  static unsigned* kept[kMaxDevices] = {};
+  if (stream != nullptr || bytes > kBytes) return cudaSuccess;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess || device >= kMaxDevices) return status;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (kept[device] == nullptr) {
+    void* memory = nullptr;
+    status = cudaMallocAsync(&memory, kBytes, stream);
+    if (status == cudaSuccess) status = cudaMemsetAsync(memory, 0, kBytes, stream);
+    if (status != cudaSuccess) return status;
+    kept[device] = static_cast<unsigned*>(memory);
+  }
+  *counters = kept[device];
+  return cudaSuccess;
+}
+
+template <int kWarpsQ, int kBlocksQ, int kWarpsKV, Scores kScores>
 cudaError_t Run(AttentionParams<T> p, cudaStream_t stream) {
   using Traits = AttentionTraits<T, KV, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV>;
   constexpr auto kernel =
-      AttentionKernel<T, KV, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV, kExtras>;
+      AttentionKernel<T, KV, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV, kScores>;
   cudaError_t status =
       ResidentBlocks<kernel>(Traits::kThreads, Traits::kSharedBytes, &p.resident_blocks);
   if (status != cudaSuccess) return status;
   p.max_split_items = static_cast<int>(MaxSplitItems(p, Traits::kRows));
   const int64_t slots = int64_t{p.max_split_items} * p.num_kv_heads;
+  const int64_t items = std::max(MaxTiles(p, Traits::kRows) * p.num_kv_heads, slots);
+  if (items > INT32_MAX / 2)
+    throw std::invalid_argument("the batch has too many requests and rows");
   const size_t o_bytes = slots * Traits::kRows * kHeadDimVO * sizeof(float);
   const size_t state_bytes = slots * Traits::kRows * sizeof(float2);
-  const size_t counter_bytes = sizeof(unsigned long long) + slots * sizeof(int);
+  const size_t counter_bytes = kCountersBeforeArrivals * sizeof(unsigned) + slots * sizeof(int);
   CheckWorkspaceBytes(o_bytes + state_bytes + counter_bytes);
-  char* workspace = nullptr;
-  status = cudaMallocAsync(&workspace, o_bytes + state_bytes + counter_bytes, stream);
+  unsigned* counters = nullptr;
+  status = KeptCounters(counter_bytes, stream, &counters);
   if (status != cudaSuccess) return status;
+  const bool kept = counters != nullptr;
+  const size_t bytes = o_bytes + state_bytes + (kept ? 0 : counter_bytes);
+  char* workspace = nullptr;
+  if (bytes > 0) status = cudaMallocAsync(&workspace, bytes, stream);
+  if (status != cudaSuccess) return status;
+  if (!kept) {
+    counters = reinterpret_cast<unsigned*>(workspace + o_bytes + state_bytes);
+    status = cudaMemsetAsync(counters, 0, counter_bytes, stream);
+  }
   p.partial_o = reinterpret_cast<float*>(workspace);
   p.partial_state = reinterpret_cast<float2*>(workspace + o_bytes);
-  p.items_taken = reinterpret_cast<unsigned long long*>(workspace + o_bytes + state_bytes);
-  p.arrivals = reinterpret_cast<int*>(p.items_taken + 1);
-  status = cudaMemsetAsync(p.items_taken, 0, counter_bytes, stream);
+  p.items_taken = counters;
+  p.blocks_done = counters + 1;
+  p.arrivals = reinterpret_cast<int*>(counters + kCountersBeforeArrivals);
   if (status == cudaSuccess) {
-    const int64_t items = std::max(MaxTiles(p, Traits::kRows) * p.num_kv_heads, slots);
     const int64_t blocks = std::min<int64_t>(p.resident_blocks, items);
-    kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, Traits::kSharedBytes, stream>>>(p);
-    status = cudaGetLastError();
+    status = LaunchKernel(kernel, static_cast<unsigned>(blocks), Traits::kThreads,
+                          Traits::kSharedBytes, stream, p);
   }
-  const cudaError_t freed = cudaFreeAsync(workspace, stream);
+  const cudaError_t freed = workspace == nullptr ? cudaSuccess : cudaFreeAsync(workspace, stream);
   return status != cudaSuccess ? status : freed;
 }
 
@@ -182,21 +228,27 @@ int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const Ragged
                                   ", inside attention it can be 256 at most");
     }
     const AttentionParams<T> p = MakeParams(args, paged, ragged, extras, kv_length);
-    const bool has_extras = extras.tree_indptr != nullptr || extras.mask_indptr != nullptr ||
-                            extras.logits_soft_cap > 0 || extras.alibi_slopes != nullptr ||
-                            extras.rotary_dim > 0;
+    const bool has_others = extras.tree_indptr != nullptr || extras.mask_indptr != nullptr ||
+                            extras.logits_soft_cap > 0 || extras.alibi_slopes != nullptr;
     // Tiles about as large as the requests: larger ones read the keys less often.
     const int64_t rows_of_request =
         args.num_rows * p.group_size / std::max<int64_t>(args.batch_size, 1);
-    auto run = [&](auto extras_tag) {
-      constexpr bool kExtras = decltype(extras_tag)::value;
-      if (rows_of_request <= 32) return Run<1, 1, 4, kExtras>(p, handle);
-      if (rows_of_request <= 256) return Run<4, 1, 1, kExtras>(p, handle);
+    if constexpr (kRotatesInRegisters<kHeadDimQK, kDecodeWarps>) {
+      if (rows_of_request <= 32 && !has_others && p.rotary_dim == kHeadDimQK && !p.interleaved &&
+          p.same_frequencies && p.k_positions != nullptr) {
+        return Run<1, 1, kDecodeWarps, Scores::kRotated>(p, handle);
+      }
+    }
+    auto run = [&](auto scores_tag) {
+      constexpr Scores kScores = decltype(scores_tag)::value;
+      if (rows_of_request <= 32) return Run<1, 1, kDecodeWarps, kScores>(p, handle);
+      if (rows_of_request <= 256) return Run<4, 1, 1, kScores>(p, handle);
       // Two blocks of rows a warp read each key once for both, if the registers hold them.
-      constexpr bool kFits = !kExtras && kHeadDimQK <= 128 && kHeadDimVO <= 128;
-      return Run<kFits ? 4 : 8, kFits ? 2 : 1, 1, kExtras>(p, handle);
+      constexpr bool kFits = kScores == Scores::kPlain && kHeadDimQK <= 128 && kHeadDimVO <= 128;
+      return Run<kFits ? 4 : 8, kFits ? 2 : 1, 1, kScores>(p, handle);
     };
-    return has_extras ? run(std::true_type()) : run(std::false_type());
+    return has_others || p.rotary_dim > 0 ? run(std::integral_constant<Scores, Scores::kExtras>())
+                                          : run(std::integral_constant<Scores, Scores::kPlain>());
   });
 }
 

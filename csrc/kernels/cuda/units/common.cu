@@ -7,6 +7,7 @@
 #include "../mla_schedule.h"
 #include "../pages.cuh"
 #include "../plan_buffer.h"
+#include "../prefill_schedule.h"
 #include "../rotary.cuh"
 #include "../sampling.cuh"
 #include "../sinks.cuh"
@@ -23,6 +24,36 @@ std::vector<int32_t> DecodeRowOffsets(int32_t batch_size) {
   return offsets;
 }
 
+/*! \brief The plan of the Hopper kernel; false when it is not to run. */
+bool PlanPrefillSM90(const PlanArgs& args, int num_sm, cudaStream_t stream,
+                     std::vector<int64_t>* out) {
+  if (args.sm90 == PrefillSM90::kNever) return false;
+  const PrefillBatch batch{args.qo_indptr,    args.kv_indptr,    args.kv_len,      args.batch_size,
+                           args.num_qo_heads, args.num_kv_heads, args.head_dim_qk, args.head_dim_vo,
+                           args.causal,       args.window_left};
+  const bool must = args.sm90 == PrefillSM90::kAlways;
+  if (!must && !PreferPrefillSM90(num_sm, batch)) return false;
+  const PrefillSchedule s = MakePrefillSchedule(num_sm, batch);
+  PlanBuffer buffer;
+  PrefillSM90Plan plan{};
+  plan.kind = kPrefillSM90Plan;
+  plan.num_blocks = num_sm;
+  plan.num_groups = s.num_groups;
+  plan.num_keys = args.kv_indptr[args.batch_size];
+  plan.tiles = buffer.Add(s.tiles);
+  plan.work_indptr = buffer.Add(s.work_indptr);
+  plan.work_tile = buffer.Add(s.work_tile);
+  plan.work_head = buffer.Add(s.work_head);
+  // FA2 needs less of the workspace.
+  if (!must && buffer.size() > args.int_workspace_bytes) return false;
+  const int64_t base = buffer.Commit(args, stream);
+  for (int64_t* offset : {&plan.tiles, &plan.work_indptr, &plan.work_tile, &plan.work_head}) {
+    *offset += base;
+  }
+  *out = plan.ToVector();
+  return true;
+}
+
 int BatchPrefillPlan(const PlanArgs& args, CudaStream stream, std::vector<int64_t>* out,
                      char* error) {
   return Guarded(stream, error, [&](cudaStream_t handle) -> cudaError_t {
@@ -30,6 +61,7 @@ int BatchPrefillPlan(const PlanArgs& args, CudaStream stream, std::vector<int64_
     cudaError_t status =
         cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, stream.device_id);
     if (status != cudaSuccess) return status;
+    if (PlanPrefillSM90(args, num_sm, handle, out)) return cudaSuccess;
     // Two blocks run on one SM at a time; splitting keys further than that only adds merge work.
     const uint32_t max_blocks_if_split = 2 * num_sm / args.num_kv_heads;
 

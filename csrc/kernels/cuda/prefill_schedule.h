@@ -1,0 +1,159 @@
+// The schedule of prefill on Hopper: which block works on which rows of which head, and whether
+// that kernel is the faster one for a batch. Host code without CUDA.
+#ifndef TVM_FLASHINFER_KERNELS_CUDA_PREFILL_SCHEDULE_H_
+#define TVM_FLASHINFER_KERNELS_CUDA_PREFILL_SCHEDULE_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <numeric>
+#include <queue>
+#include <utility>
+#include <vector>
+
+namespace tvm_flashinfer {
+namespace kernels {
+namespace cuda {
+
+/*! \brief A batch as the schedule sees it. The index arrays are in host memory. */
+struct PrefillBatch {
+  const int32_t* qo_indptr;
+  const int32_t* kv_indptr;  // counts pages
+  const int32_t* kv_len;
+  int32_t batch_size;
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim_qk;
+  int32_t head_dim_vo;
+  bool causal;
+  int32_t window_left;
+};
+
+/*! \brief Rows of one request that a block works on at a time, for one head. Read by the device. */
+struct PrefillTile {
+  int32_t index;                 // of the tile in the request
+  int32_t first_row, num_rows;   // of the request
+  int32_t first_page, num_keys;  // of the request
+  int32_t request;
+  int32_t unused[2];
+};
+
+/*! \brief Query rows of a tile of the Hopper kernel. */
+constexpr int32_t PrefillTileRows(int32_t head_dim_vo) { return head_dim_vo == 64 ? 192 : 128; }
+
+/*! \brief Keys that the rows [begin, end) of a request see together. */
+inline int64_t VisibleKeys(const PrefillBatch& batch, int64_t num_rows, int64_t num_keys,
+                           int64_t begin, int64_t end) {
+  const int64_t diagonal = num_keys - num_rows;
+  const int64_t last = batch.causal ? std::min(num_keys, end + diagonal) : num_keys;
+  const int64_t first =
+      batch.window_left < 0 ? 0 : std::max<int64_t>(0, begin + diagonal - batch.window_left);
+  return std::max<int64_t>(0, last - first);
+}
+
+/*! \brief What a tile costs besides its keys, in keys: filling and draining the pipeline. */
+constexpr int64_t kPrefillTileCost = 256;
+
+/*!
+ * \brief The arrays that the Hopper kernel reads.
+ *
+ * All heads have the same tiles. So the blocks form num_groups groups that get the same works, each
+ * for heads of its own: group g has the heads g, g + num_groups, ... and the blocks likewise. Heads
+ * that share keys are neighbours, and so are worked on at the same time. Works [work_indptr[i],
+ * work_indptr[i + 1]) are those of the i-th block of a group.
+ */
+struct PrefillSchedule {
+  int32_t num_groups = 1;
+  std::vector<PrefillTile> tiles;
+  std::vector<int32_t> work_indptr;
+  std::vector<int32_t> work_tile;
+  std::vector<int32_t> work_head;  // among those of the group
+};
+
+inline PrefillSchedule MakePrefillSchedule(int32_t num_sm, const PrefillBatch& batch) {
+  PrefillSchedule s;
+  const int32_t tile_rows = PrefillTileRows(batch.head_dim_vo);
+  std::vector<std::pair<int64_t, PrefillTile>> tiles;  // with their costs
+  for (int32_t b = 0; b < batch.batch_size; ++b) {
+    const int32_t first = batch.qo_indptr[b], rows = batch.qo_indptr[b + 1] - first;
+    for (int32_t begin = 0; begin < rows; begin += tile_rows) {
+      const int64_t end = std::min<int64_t>(rows, static_cast<int64_t>(begin) + tile_rows);
+      const int64_t keys = VisibleKeys(batch, rows, batch.kv_len[b], begin, end);
+      tiles.push_back({keys + kPrefillTileCost,
+                       {begin / tile_rows, first, rows, batch.kv_indptr[b], batch.kv_len[b], b,
+                        /*unused=*/{0, 0}}});
+      if (rows - begin <= tile_rows) break;  // the next begin might not fit
+    }
+  }
+  // The longest first, so that the short ones fill what is left.
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  s.num_groups = std::gcd(num_sm, batch.num_qo_heads);
+  const int32_t num_blocks = num_sm / s.num_groups, num_heads = batch.num_qo_heads / s.num_groups;
+  using Load = std::pair<int64_t, int32_t>;  // cost, block
+  std::priority_queue<Load, std::vector<Load>, std::greater<Load>> loads;
+  for (int32_t i = 0; i < num_blocks; ++i) loads.push({0, i});
+  std::vector<std::vector<std::pair<int32_t, int32_t>>> works(num_blocks);
+  for (int32_t head = 0; head < num_heads; ++head) {
+    for (size_t t = 0; t < tiles.size(); ++t) {
+      const auto [load, block] = loads.top();
+      loads.pop();
+      loads.push({load + tiles[t].first, block});
+      works[block].push_back({static_cast<int32_t>(t), head});
+    }
+  }
+  for (const auto& [cost, tile] : tiles) s.tiles.push_back(tile);
+  s.work_indptr.push_back(0);
+  for (const auto& of_block : works) {
+    for (const auto& [tile, head] : of_block) {
+      s.work_tile.push_back(tile);
+      s.work_head.push_back(head);
+    }
+    s.work_indptr.push_back(static_cast<int32_t>(s.work_tile.size()));
+  }
+  return s;
+}
+
+/*! \brief How many times as fast the Hopper kernel is as FA2 where both have full tiles. */
+constexpr double kPrefillSM90Speedup = 1.7;
+
+/*!
+ * \brief Whether the Hopper kernel is the faster one for a batch.
+ *
+ * It neither packs the query heads of a KV head into one tile nor splits keys, as FA2 does: a tile
+ * of it with few rows takes as long as a full one, and few long tiles leave most of the GPU idle.
+ * So the keys that the slowest block of it works on are compared with those of a block of FA2.
+ */
+inline bool PreferPrefillSM90(int32_t num_sm, const PrefillBatch& batch) {
+  const int64_t tile_rows = PrefillTileRows(batch.head_dim_vo);
+  const int64_t group = batch.num_qo_heads / batch.num_kv_heads;
+  const int64_t total_rows = batch.qo_indptr[batch.batch_size];
+  if (batch.batch_size == 0 || total_rows == 0) return false;
+  const int64_t packed = total_rows * group / batch.batch_size;
+  const int64_t fa2_rows = packed > 64 && batch.head_dim_vo < 256 ? 128 : packed > 16 ? 64 : 16;
+  double total = 0, fa2_total = 0, longest = 0;  // in rows times keys
+  for (int32_t b = 0; b < batch.batch_size; ++b) {
+    const int64_t rows = batch.qo_indptr[b + 1] - batch.qo_indptr[b], keys = batch.kv_len[b];
+    if (rows == 0) continue;
+    const int64_t num_tiles = (rows + tile_rows - 1) / tile_rows;
+    double of_request = 0;
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      const int64_t begin = t * tile_rows, end = std::min(rows, begin + tile_rows);
+      const int64_t cost = VisibleKeys(batch, rows, keys, begin, end) + kPrefillTileCost;
+      of_request += static_cast<double>(cost * tile_rows);
+      longest = std::max(longest, static_cast<double>(cost * tile_rows));
+    }
+    total += of_request;
+    const int64_t fa2_tiles = (rows * group + fa2_rows - 1) / fa2_rows;
+    const double rows_of_fa2 = static_cast<double>(fa2_tiles * fa2_rows) / group;
+    fa2_total += of_request / (num_tiles * tile_rows) * rows_of_fa2;
+  }
+  const double slowest = std::max(total * batch.num_qo_heads / num_sm, longest);
+  return slowest <= kPrefillSM90Speedup * fa2_total * batch.num_qo_heads / num_sm;
+}
+
+}  // namespace cuda
+}  // namespace kernels
+}  // namespace tvm_flashinfer
+
+#endif  // TVM_FLASHINFER_KERNELS_CUDA_PREFILL_SCHEDULE_H_
