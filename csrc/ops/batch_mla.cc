@@ -24,12 +24,11 @@ constexpr const char* kNotCaptured =
  * page size, so it keeps the sizes that fit its pages and keys.
  */
 struct MLAPlanPart {
-  int64_t num_page_indices;
   int64_t min_page_size;
   int64_t max_page_size;
   int64_t on_sm90;  // whether the kernel for Hopper is to run
 
-  static constexpr int64_t kSize = 4;
+  static constexpr int64_t kSize = 3;
 };
 
 /*! \brief The page sizes with which every request has as many pages as it has. */
@@ -148,7 +147,8 @@ struct HostTable {
     next += 2 * (batch_size + 1);
     CheckIndptr(check, "plan", qo_indptr.data(), batch_size, header.num_rows, "q_nope");
     if (qo_indptr[batch_size] != header.num_rows) reader.FailChanged();
-    CheckIndptr(check, "plan", page_indptr.data(), batch_size, kernel[0], "page_indices");
+    CheckIndptr(check, "plan", page_indptr.data(), batch_size, header.num_kv_entries,
+                "page_indices");
     for (int64_t b = 0; b < batch_size; ++b) {
       const int64_t pages = page_indptr[b + 1] - page_indptr[b];
       last_page_len.push_back(
@@ -187,7 +187,6 @@ Array<int64_t> BatchMLAPlan(TensorView float_workspace, TensorView int_workspace
   CheckIndptr(check, "kv_indptr", pages, batch_size, INT32_MAX, "a 32-bit page count");
   MLAPlanPart part{};
   FindPageSizes(check, pages, keys, batch_size, &part);
-  part.num_page_indices = pages[batch_size];
   const int64_t num_rows = rows[batch_size];
   if (num_rows * num_heads > INT32_MAX) {
     check.FailValue(Text("`qo_indptr` ends at ", num_rows, ", with ", num_heads,
@@ -207,7 +206,7 @@ Array<int64_t> BatchMLAPlan(TensorView float_workspace, TensorView int_workspace
                           /*window_left=*/-1,
                           float_workspace.numel(),
                           int_workspace.numel(),
-                          part.num_page_indices};
+                          pages[batch_size]};
   std::vector<int64_t> kernel;
   if (IsCPU(device)) {
     kernel.insert(kernel.end(), rows, rows + batch_size + 1);
@@ -304,7 +303,7 @@ void BatchMLARun(TensorView float_workspace, TensorView int_workspace, Array<int
   if (static_cast<int64_t>(kernel.size()) != MLAPlanPart::kSize + arrays) {
     reader.FailChanged();
   }
-  const MLAPlanPart part{kernel[0], kernel[1], kernel[2], kernel[3]};
+  const MLAPlanPart part{kernel[0], kernel[1], kernel[2]};
   if (page_size < part.min_page_size || page_size > part.max_page_size) {
     check.FailValue(Text("`page_size` is ", page_size, ", but the pages and keys that `plan` was ",
                          "made for fit page sizes from ", part.min_page_size, " to ",
@@ -313,9 +312,9 @@ void BatchMLARun(TensorView float_workspace, TensorView int_workspace, Array<int
   check.Rank("page_indices", page_indices, 1, "(num_indices,)");
   check.IndexVector("page_indices", page_indices, page_indices.size(0), "(num_indices,)");
   check.OnDevice("page_indices", page_indices, device);
-  if (page_indices.size(0) < part.num_page_indices) {
+  if (page_indices.size(0) < header.num_kv_entries) {
     check.FailValue(Text("`page_indices` has ", page_indices.size(0), " entries, but the requests ",
-                         "that `plan` was made for have ", part.num_page_indices, " pages"));
+                         "that `plan` was made for have ", header.num_kv_entries, " pages"));
   }
   const std::initializer_list<NamedTensor> read{{"q_nope", q_nope},
                                                 {"q_pe", q_pe},
@@ -331,7 +330,7 @@ void BatchMLARun(TensorView float_workspace, TensorView int_workspace, Array<int
     check.NoOverlap("lse", lse.value(), {{"o", o}, {"float_workspace", float_workspace}});
   }
   if (!IsCPU(device) && CheckDeviceContents()) {
-    CheckPageIndices(check, ReadBack(check, page_indices).data(), part.num_page_indices,
+    CheckPageIndices(check, ReadBack(check, page_indices).data(), header.num_kv_entries,
                      ckv.size(0));
   }
 
@@ -371,7 +370,7 @@ void BatchMLARun(TensorView float_workspace, TensorView int_workspace, Array<int
     check.Run([&] { kernels::cpu::BatchMLA(args, pointers); });
     return;
   }
-  RequireCudaMLA(check, args, part.num_page_indices);
+  RequireCudaMLA(check, args, header.num_kv_entries);
   if (n == 0) return;
   RefuseCapture(check, device, kNotCaptured);
   const kernels::cuda::PlanView view{DataOf(float_workspace), DataOf(int_workspace),

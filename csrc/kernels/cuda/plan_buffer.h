@@ -84,9 +84,23 @@ class PlanBuffer {
   std::vector<int32_t> values_;
 };
 
+/*! \brief A plan as the list of integers that its fields are. */
+template <typename Fields>
+struct PlanAsList {
+  static const Fields& From(const PlanView& view) {
+    static_assert(sizeof(Fields) == Fields::kSize * sizeof(int64_t), "a plan is integers alone");
+    return *reinterpret_cast<const Fields*>(view.values);
+  }
+
+  std::vector<int64_t> ToVector() const {
+    const int64_t* first = reinterpret_cast<const int64_t*>(static_cast<const Fields*>(this));
+    return std::vector<int64_t>(first, first + Fields::kSize);
+  }
+};
+
 /*! \brief Fields of a plan, in order. `kind` tells which kernels it is for. Offsets count bytes
  * into the workspaces. */
-struct Plan {
+struct Plan : PlanAsList<Plan> {
   int64_t kind;
   int64_t num_blocks;  // grid dimension of the attention kernel
   int64_t split_kv;
@@ -103,20 +117,10 @@ struct Plan {
   int64_t tmp_s;
 
   static constexpr int64_t kSize = kPrefillPlanSize;
-
-  static const Plan& From(const PlanView& view) {
-    static_assert(sizeof(Plan) == kSize * sizeof(int64_t), "Plan is a plain list of integers");
-    return *reinterpret_cast<const Plan*>(view.values);
-  }
-
-  std::vector<int64_t> ToVector() const {
-    const int64_t* first = reinterpret_cast<const int64_t*>(this);
-    return std::vector<int64_t>(first, first + kSize);
-  }
 };
 
 /*! \brief The same of prefill on Hopper; the arrays are those of PrefillSchedule. */
-struct PrefillSM90Plan {
+struct PrefillSM90Plan : PlanAsList<PrefillSM90Plan> {
   int64_t kind;
   int64_t num_blocks;
   int64_t num_groups;
@@ -127,20 +131,10 @@ struct PrefillSM90Plan {
   int64_t tiles;
 
   static constexpr int64_t kSize = kPrefillSM90PlanSize;
-
-  static const PrefillSM90Plan& From(const PlanView& view) {
-    static_assert(sizeof(PrefillSM90Plan) == kSize * sizeof(int64_t), "a plan is integers");
-    return *reinterpret_cast<const PrefillSM90Plan*>(view.values);
-  }
-
-  std::vector<int64_t> ToVector() const {
-    const int64_t* first = reinterpret_cast<const int64_t*>(this);
-    return std::vector<int64_t>(first, first + kSize);
-  }
 };
 
 /*! \brief The same of latent attention; the arrays are those of MLASchedule. */
-struct MLAPlan {
+struct MLAPlan : PlanAsList<MLAPlan> {
   int64_t kind;
   int64_t blocks_per_cluster;
   int64_t num_clusters;
@@ -163,16 +157,6 @@ struct MLAPlan {
   int64_t partial_lse;
 
   static constexpr int64_t kSize = kMLAPlanSize;
-
-  static const MLAPlan& From(const PlanView& view) {
-    static_assert(sizeof(MLAPlan) == kSize * sizeof(int64_t), "MLAPlan is a list of integers");
-    return *reinterpret_cast<const MLAPlan*>(view.values);
-  }
-
-  std::vector<int64_t> ToVector() const {
-    const int64_t* first = reinterpret_cast<const int64_t*>(this);
-    return std::vector<int64_t>(first, first + kSize);
-  }
 };
 
 template <typename T>

@@ -95,20 +95,19 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
   return p;
 }
 
+/*! \brief Devices that things are remembered of; of others they are asked each time. */
+constexpr int kMaxDevices = 64;
+
 /*! \brief Blocks of a kernel that fit the current device at one time; asked once per device. */
 template <auto kernel>
-cudaError_t ResidentBlocks(int threads, size_t shared, int* blocks) {
-  constexpr int kMaxDevices = 64;
+cudaError_t ResidentBlocks(int device, int threads, size_t shared, int* blocks) {
   static int known[kMaxDevices] = {};  // written with the same value by whoever comes
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
   if (device < kMaxDevices && known[device] != 0) {
     *blocks = known[device];
     return cudaSuccess;
   }
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                static_cast<int>(shared));
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(shared));
   if (status != cudaSuccess) return status;
   int per_sm = 0, num_sm = 0;
   status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, shared);
@@ -148,26 +147,21 @@ int64_t MaxSplitItems(const AttentionParams<T>& p, int tile_rows) {
 constexpr int64_t kCountersBeforeArrivals = 2;
 
 /*!
- * \brief Counters that are zero whenever no kernel of the stream runs, or null where there are
- * none.
+ * \brief Counters that are zero whenever no kernel of the stream runs; null if there are none.
  *
  * A kernel leaves its counters at zero, so those of one stream can be kept, and no memset holds the
  * kernel up. Only the default stream is known to be the same one in the next call: others may have
  * been destroyed since, and be captured into graphs, which replay beside eager calls.
  */
-cudaError_t KeptCounters(size_t bytes, cudaStream_t stream, unsigned** counters) {
-  constexpr int kMaxDevices = 64;
+cudaError_t KeptCounters(int device, size_t bytes, cudaStream_t stream, unsigned** counters) {
   constexpr size_t kBytes = 64 << 10;
   static std::mutex mutex;
   static unsigned* kept[kMaxDevices] = {};
-  if (stream != nullptr || bytes > kBytes) return cudaSuccess;
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess || device >= kMaxDevices) return status;
+  if (stream != nullptr || bytes > kBytes || device >= kMaxDevices) return cudaSuccess;
   std::lock_guard<std::mutex> lock(mutex);
   if (kept[device] == nullptr) {
     void* memory = nullptr;
-    status = cudaMallocAsync(&memory, kBytes, stream);
+    cudaError_t status = cudaMallocAsync(&memory, kBytes, stream);
     if (status == cudaSuccess) status = cudaMemsetAsync(memory, 0, kBytes, stream);
     if (status != cudaSuccess) return status;
     kept[device] = static_cast<unsigned*>(memory);
@@ -177,12 +171,12 @@ cudaError_t KeptCounters(size_t bytes, cudaStream_t stream, unsigned** counters)
 }
 
 template <int kWarpsQ, int kBlocksQ, int kWarpsKV, Scores kScores>
-cudaError_t Run(AttentionParams<T> p, cudaStream_t stream) {
+cudaError_t Run(AttentionParams<T> p, int device, cudaStream_t stream) {
   using Traits = AttentionTraits<T, KV, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV>;
   constexpr auto kernel =
       AttentionKernel<T, KV, kHeadDimQK, kHeadDimVO, kWarpsQ, kBlocksQ, kWarpsKV, kScores>;
   cudaError_t status =
-      ResidentBlocks<kernel>(Traits::kThreads, Traits::kSharedBytes, &p.resident_blocks);
+      ResidentBlocks<kernel>(device, Traits::kThreads, Traits::kSharedBytes, &p.resident_blocks);
   if (status != cudaSuccess) return status;
   p.max_split_items = static_cast<int>(MaxSplitItems(p, Traits::kRows));
   const int64_t slots = int64_t{p.max_split_items} * p.num_kv_heads;
@@ -194,7 +188,7 @@ cudaError_t Run(AttentionParams<T> p, cudaStream_t stream) {
   const size_t counter_bytes = kCountersBeforeArrivals * sizeof(unsigned) + slots * sizeof(int);
   CheckWorkspaceBytes(o_bytes + state_bytes + counter_bytes);
   unsigned* counters = nullptr;
-  status = KeptCounters(counter_bytes, stream, &counters);
+  status = KeptCounters(device, counter_bytes, stream, &counters);
   if (status != cudaSuccess) return status;
   const bool kept = counters != nullptr;
   const size_t bytes = o_bytes + state_bytes + (kept ? 0 : counter_bytes);
@@ -236,16 +230,17 @@ int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const Ragged
     if constexpr (kRotatesInRegisters<kHeadDimQK, kDecodeWarps>) {
       if (rows_of_request <= 32 && !has_others && p.rotary_dim == kHeadDimQK && !p.interleaved &&
           p.same_frequencies && p.k_positions != nullptr) {
-        return Run<1, 1, kDecodeWarps, Scores::kRotated>(p, handle);
+        return Run<1, 1, kDecodeWarps, Scores::kRotated>(p, stream.device_id, handle);
       }
     }
     auto run = [&](auto scores_tag) {
       constexpr Scores kScores = decltype(scores_tag)::value;
-      if (rows_of_request <= 32) return Run<1, 1, kDecodeWarps, kScores>(p, handle);
-      if (rows_of_request <= 256) return Run<4, 1, 1, kScores>(p, handle);
+      if (rows_of_request <= 32)
+        return Run<1, 1, kDecodeWarps, kScores>(p, stream.device_id, handle);
+      if (rows_of_request <= 256) return Run<4, 1, 1, kScores>(p, stream.device_id, handle);
       // Two blocks of rows a warp read each key once for both, if the registers hold them.
       constexpr bool kFits = kScores == Scores::kPlain && kHeadDimQK <= 128 && kHeadDimVO <= 128;
-      return Run<kFits ? 4 : 8, kFits ? 2 : 1, 1, kScores>(p, handle);
+      return Run<kFits ? 4 : 8, kFits ? 2 : 1, 1, kScores>(p, stream.device_id, handle);
     };
     return has_others || p.rotary_dim > 0 ? run(std::integral_constant<Scores, Scores::kExtras>())
                                           : run(std::integral_constant<Scores, Scores::kPlain>());
