@@ -18,6 +18,17 @@ from device_tensors import DeviceTensor, numpy_dtype, poisoned, synchronize, to_
 PAGED = ("prefill_paged", "decode_paged", "tree_paged", "mask_paged")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
+#: Attention over keys and values without a plan.
+SLOTS = (
+    "prefill_paged",
+    "decode_paged",
+    "prefill_ragged",
+    "tree_paged",
+    "tree_ragged",
+    "mask_paged",
+    "mask_ragged",
+)
+
 
 def needs_cache_kernel(device: Any, dtype: str, head_dim: int) -> None:
     """Skip what CUDA refuses by contract."""

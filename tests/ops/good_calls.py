@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tvm
 from batches import Batch, Spec, indptr_of, make_batch, normal
-from cache_calls import CacheSpec, make_cache_batch
+from cache_calls import SLOTS, CacheSpec, make_cache_batch
 from cache_oracle import pack_bits, random_tree
 from calls import Args, Call, decode, paged_prefill, passed, ragged_prefill
 from device_tensors import DeviceTensor, poisoned, to_device
@@ -235,15 +235,6 @@ class Maker:
 GRAPH: Args = {"causal": 1, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.1}
 ROPE: Args = {"rope_theta": 1e4, "rope_scale": 1.0, "rotary_dim": 64, "rope_scaling": "{}"}
 OPTIONS: Args = {"options": "{}"}
-SLOTS = (
-    "prefill_paged",
-    "decode_paged",
-    "prefill_ragged",
-    "tree_paged",
-    "tree_ragged",
-    "mask_paged",
-    "mask_ragged",
-)
 _MERGED = "v_a s_a v_b s_b v_merged s_merged"
 _COPY: Args = {"src_page": 2, "tgt_page": 0, "copy_length": 9}
 

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from batches import DTYPES, Spec, is_cuda, normal
-from cache_calls import FLOAT8, CacheSpec, make_cache_batch
+from cache_calls import FLOAT8, SLOTS, CacheSpec, make_cache_batch
 from cache_oracle import random_tree, rotate
 from calls import passed
 from device_tensors import DeviceTensor, numpy_dtype, poisoned, synchronize, to_device
@@ -149,17 +149,6 @@ def draw_cache_spec(draw: Any, device: Any, slot: str, rng: np.random.Generator)
         spec.rope = {"theta": draw(st.sampled_from([1e4, 5e5]), "theta"), "scale": scale}
         spec.options["rotary_dim"] = 2 * draw(st.integers(1, head_dim // 2), "rotary_dim / 2")
     return spec
-
-
-SLOTS = (
-    "prefill_paged",
-    "decode_paged",
-    "prefill_ragged",
-    "tree_paged",
-    "tree_ragged",
-    "mask_paged",
-    "mask_ragged",
-)
 
 
 @pytest.mark.parametrize("slot", SLOTS)

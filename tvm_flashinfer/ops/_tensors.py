@@ -54,6 +54,32 @@ def empty(like: Tensor, shape: Sequence[int], dtype: str | None = None) -> Tenso
     )
 
 
+def state(
+    q: Tensor, out: Tensor | None, lse: Tensor | None, head_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return an output and its LSE: as given, or allocated.
+
+    Parameters
+    ----------
+    q : tensor
+        (n, num_qo_heads, head_dim).
+    out, lse : tensor or None
+    head_dim : int, optional
+        That of the output, where it is not that of q.
+    """
+    if out is None:
+        out = empty(q, (*q.shape[:2], head_dim or q.shape[-1]))
+    return out, empty(q, q.shape[:2], "float32") if lse is None else lse
+
+
+def layout_code(layout: str) -> int:
+    """Return the number that packed functions take for a layout of keys, or of pages."""
+    codes = {"NHD": 0, "HND": 1}
+    if layout not in codes:
+        raise ValueError(f"`layout` is {layout!r}, expected 'NHD' or 'HND'")
+    return codes[layout]
+
+
 def scale_or_default(sm_scale: float | None, head_dim: int) -> float:
     """Return a softmax scale: as given, or one over the root of the head dimension."""
     return float(head_dim) ** -0.5 if sm_scale is None else float(sm_scale)

@@ -12,11 +12,11 @@ from tvm_flashinfer.ops._tensors import (
     bound,
     empty,
     function,
+    layout_code,
     scale_or_default,
+    state,
     window_left,
 )
-
-_LAYOUTS = {"NHD": 0, "HND": 1}
 
 
 def single_prefill(
@@ -55,7 +55,7 @@ def single_prefill(
     """
     out = empty(q, q.shape) if out is None else out
     function("single_prefill")(
-        q, k, v, _scratch(q), int(causal), _layout(layout), 0, True, 1.0, 1e4, out
+        q, k, v, _scratch(q), int(causal), layout_code(layout), 0, True, 1.0, 1e4, out
     )
     return out
 
@@ -73,7 +73,7 @@ def single_decode(
         See `single_prefill`.
     """
     out = empty(q, q.shape) if out is None else out
-    function("single_decode")(q, k, v, _scratch(q), _layout(layout), 0, 1.0, 1e4, out)
+    function("single_decode")(q, k, v, _scratch(q), layout_code(layout), 0, 1.0, 1e4, out)
     return out
 
 
@@ -209,8 +209,7 @@ def attention_paged(
     out, lse : tensor
         The LSE is in base 2. A row that sees no key gives 0 and minus infinity.
     """
-    out = empty(q, q.shape) if out is None else out
-    lse = empty(q, q.shape[:2], "float32") if lse is None else lse
+    out, lse = state(q, out, lse)
     options: dict[str, Any] = {"logits_soft_cap": logits_soft_cap} if logits_soft_cap else {}
     if window is not None:
         options["window_left"] = window_left(window)
@@ -246,8 +245,7 @@ def decode_paged(
     pages, page_indptr, page_indices, last_page_len, logits_soft_cap, sm_scale, out, lse
         See `attention_paged`.
     """
-    out = empty(q, q.shape) if out is None else out
-    lse = empty(q, q.shape[:2], "float32") if lse is None else lse
+    out, lse = state(q, out, lse)
     options = json.dumps({"logits_soft_cap": logits_soft_cap} if logits_soft_cap else {})
     positions = (empty(q, q.shape[:1], "int32") for _ in range(2))
     bound("decode_paged", options)(
@@ -285,12 +283,6 @@ def _numbers(
 ) -> tuple[int, int, float, float]:
     scale = scale_or_default(sm_scale, q.shape[-1])
     return int(causal), window_left(window), float(cap), scale
-
-
-def _layout(layout: str) -> int:
-    if layout not in _LAYOUTS:
-        raise ValueError(f"`layout` is {layout!r}, expected 'NHD' or 'HND'")
-    return _LAYOUTS[layout]
 
 
 def _scratch(q: Tensor) -> Tensor:

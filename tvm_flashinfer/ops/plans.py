@@ -11,11 +11,11 @@ from tvm_flashinfer.ops._tensors import (
     Tensor,
     empty,
     function,
+    layout_code,
     scale_or_default,
+    state,
     window_left,
 )
-
-_LAYOUTS = {"NHD": 0, "HND": 1}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,20 @@ class Workspaces:
         return cls(empty(like, (float_bytes,), "uint8"), empty(like, (int_bytes,), "uint8"), pinned)
 
 
-class BatchPrefill:
+class _Planned:
+    """Workspaces, and the plan that was made with them."""
+
+    def __init__(self, workspaces: Workspaces) -> None:
+        self.workspaces = workspaces
+        self._plan: Any = None
+
+    def _planned(self) -> Any:
+        if self._plan is None:
+            raise ValueError("there is no plan; call `plan` before a run")
+        return self._plan
+
+
+class BatchPrefill(_Planned):
     """Prefill of a batch over pages or ragged keys.
 
     A plan is made for the lengths of a step, on the host, and used by the runs of all layers.
@@ -68,8 +81,7 @@ class BatchPrefill:
     """
 
     def __init__(self, workspaces: Workspaces) -> None:
-        self.workspaces = workspaces
-        self._plan: Any = None
+        super().__init__(workspaces)
         self._mask: tuple[int, int] = (0, -1)
 
     def plan(
@@ -158,13 +170,12 @@ class BatchPrefill:
         -------
         out, lse : tensor
         """
-        out = empty(q, q.shape) if out is None else out
-        lse = empty(q, q.shape[:2], "float32") if lse is None else lse
+        out, lse = state(q, out, lse)
         mask_mode, left = self._mask
         function("batch_prefill_paged_run")(
             self.workspaces.float_workspace, self.workspaces.int_workspace, self._planned(),
             q, k_pages, v_pages, qo_indptr, page_indptr, page_indices, last_page_len, out, lse,
-            mask_mode, _LAYOUTS[layout], left, False,
+            mask_mode, layout_code(layout), left, False,
             scale_or_default(sm_scale, q.shape[-1]), 1.0, 1.0,
         )  # fmt: skip
         return out, lse
@@ -199,23 +210,17 @@ class BatchPrefill:
         -------
         out, lse : tensor
         """
-        out = empty(q, (*q.shape[:2], v.shape[-1])) if out is None else out
-        lse = empty(q, q.shape[:2], "float32") if lse is None else lse
+        out, lse = state(q, out, lse, v.shape[-1])
         mask_mode, left = self._mask
         function("batch_prefill_ragged_run")(
             self.workspaces.float_workspace, self.workspaces.int_workspace, self._planned(),
-            q, k, v, qo_indptr, kv_indptr, out, lse, mask_mode, _LAYOUTS[layout], left, False,
+            q, k, v, qo_indptr, kv_indptr, out, lse, mask_mode, layout_code(layout), left, False,
             scale_or_default(sm_scale, q.shape[-1]), 1.0, 1.0,
         )  # fmt: skip
         return out, lse
 
-    def _planned(self) -> Any:
-        if self._plan is None:
-            raise ValueError("there is no plan; call `plan` before a run")
-        return self._plan
 
-
-class BatchDecode:
+class BatchDecode(_Planned):
     """Decode of a batch over pages, one row for each request.
 
     Parameters
@@ -224,8 +229,7 @@ class BatchDecode:
     """
 
     def __init__(self, workspaces: Workspaces) -> None:
-        self.workspaces = workspaces
-        self._plan: Any = None
+        super().__init__(workspaces)
         self._window_left = -1
 
     def plan(
@@ -288,14 +292,11 @@ class BatchDecode:
         -------
         out, lse : tensor
         """
-        if self._plan is None:
-            raise ValueError("there is no plan; call `plan` before `run`")
-        out = empty(q, q.shape) if out is None else out
-        lse = empty(q, q.shape[:2], "float32") if lse is None else lse
+        out, lse = state(q, out, lse)
         function("batch_decode_run")(
-            self.workspaces.float_workspace, self.workspaces.int_workspace, self._plan,
+            self.workspaces.float_workspace, self.workspaces.int_workspace, self._planned(),
             q, k_pages, v_pages, page_indptr, page_indices, last_page_len, out, lse,
-            _LAYOUTS[layout], self._window_left, False,
+            layout_code(layout), self._window_left, False,
             scale_or_default(sm_scale, q.shape[-1]), 1.0, 1.0,
         )  # fmt: skip
         return out, lse
