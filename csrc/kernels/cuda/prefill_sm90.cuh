@@ -22,6 +22,7 @@
 #pragma nv_diagnostic pop
 
 #include <algorithm>
+#include <limits>
 
 #include "plan_buffer.h"
 #include "prefill_schedule.h"
@@ -173,13 +174,71 @@ class TilePipeline : public cutlass::PipelineTmaAsync<kStages> {
   SharedStorage* storage_;
 };
 
+/*!
+ * \brief FlashInfer's softmax, exact for scores of any size.
+ *
+ * exp2(score * scale - max * scale) is one fused product whose second part is rounded: for scores
+ * in the ten thousands by more than what a weight may be off. Such maxima are subtracted first.
+ */
+template <int kNumRows>
+struct Softmax : fi::OnlineSoftmax<kNumRows, /*WITH_SCALE=*/true> {
+  using Base = fi::OnlineSoftmax<kNumRows, true>;
+  using Base::Base;
+
+  /*! \brief Up to here rounding moves a weight by less than a quarter of what float16 tells. */
+  static constexpr float kLargestFused = 2048.f;
+
+  /*! \brief Hides that of the base: turn the scores of a tile into weights, and count them. */
+  template <bool kFirst, typename Accumulator>
+  CUTLASS_DEVICE void update(Accumulator& accumulator) {
+    constexpr float kLowest = std::numeric_limits<float>::lowest();
+    const float scale = this->sm_scale_log2;
+    auto scores =
+        cute::make_tensor(accumulator.data(), fi::convert_layout_acc_rowcol(accumulator.layout()));
+    auto previous = cute::make_fragment_like(this->row_max);
+    if constexpr (!kFirst) cute::copy(this->row_max, previous);
+    fi::reduce_max<kFirst>(scores, this->row_max);
+#pragma unroll
+    for (int row = 0; row < kNumRows; ++row) {
+      // Rows that see no key yet have a maximum of -inf, and -inf less -inf is NaN.
+      const float maximum = ::fmaxf(this->row_max(row), kLowest);
+      if constexpr (!kFirst) {
+        this->scores_scale(row) = exp2f((previous(row) - maximum) * scale);
+        this->row_sum(row) *= this->scores_scale(row);
+      }
+      float offset = maximum * scale;
+      if (::fabsf(offset) > kLargestFused) {
+#pragma unroll
+        for (int i = 0; i < cute::size<1>(scores); ++i) scores(row, i) -= maximum;
+        offset = 0.f;
+      }
+#pragma unroll
+      for (int i = 0; i < cute::size<1>(scores); ++i) {
+        scores(row, i) = exp2f(scores(row, i) * scale - offset);
+      }
+    }
+    fi::reduce_sum<kFirst, /*warp_reduce=*/false>(scores, this->row_sum);
+  }
+};
+
+/*! \brief FlashInfer's attention without changes of scores, with our softmax. */
+struct PlainAttention : fi::StandardAttention {
+  using fi::StandardAttention::StandardAttention;
+
+  /*! \brief Hides that of the base. */
+  template <int kNumRows>
+  CUTLASS_DEVICE auto GetAttentionUpdater() {
+    return Softmax<kNumRows>(sm_scale_log2);
+  }
+};
+
 /*! \brief FlashInfer's traits with our pipeline. */
 template <typename T, int kHeadDimQK, int kHeadDimVO, int kRows, int kKeys>
 struct PrefillTraits
     : fi::AttentionKernelTraits</*USE_TMA_LOAD_KV=*/true, kHeadDimQK, kHeadDimVO, kRows, kKeys,
-                                /*NUM_STAGES=*/2, T, T, T, int32_t, fi::StandardAttention> {
+                                /*NUM_STAGES=*/2, T, T, T, int32_t, PlainAttention> {
   using Base = fi::AttentionKernelTraits<true, kHeadDimQK, kHeadDimVO, kRows, kKeys, 2, T, T, T,
-                                         int32_t, fi::StandardAttention>;
+                                         int32_t, PlainAttention>;
   using MainloopPipeline = TilePipeline<2, kKeys, kHeadDimVO / kChunk>;
   using SharedStorage =
       fi::SharedStorageQKVO<MainloopPipeline, T, T, T, int32_t, kKeys, typename Base::SmemLayoutQ,

@@ -42,7 +42,7 @@ cudaError_t LaunchByGather(const AttentionArgs& args, const PagedKV& kv, const P
                            cudaStream_t stream) {
   using Traits =
       fi::AttentionKernelTraits</*USE_TMA_LOAD_KV=*/false, kHeadDim, kHeadDim, kRows, kGatheredKeys,
-                                /*NUM_STAGES=*/2, T, T, T, int32_t, fi::StandardAttention>;
+                                /*NUM_STAGES=*/2, T, T, T, int32_t, PlainAttention>;
   using Mainloop = fi::SparseCollectiveMainloop<GatherParams, Traits, kCausal>;
   const auto layout =
       fi::get_gmem_layout(0, args.num_kv_heads, kHeadDim, kv.k_stride_slot, kv.k_stride_head);
