@@ -44,14 +44,12 @@ DLDevice BeginPlan(const Checker& check, const PlanInputs& in) {
 }
 
 DLDevice BeginRun(const Checker& check, const RunInputs& in, const PlanReader& plan) {
-  const PlanHeader& header = plan.header();
   check.Workspace("float_workspace", in.float_workspace);
   check.Workspace("int_workspace", in.int_workspace);
   const DLDevice device = check.Device("float_workspace", in.float_workspace);
   check.OnDevice("int_workspace", in.int_workspace, device);
   plan.RequireDevice(device);
-  plan.RequireBytes("float_workspace", header.float_workspace_bytes, in.float_workspace);
-  plan.RequireBytes("int_workspace", header.int_workspace_bytes, in.int_workspace);
+  plan.RequireWorkspaces(in.float_workspace, in.int_workspace);
   check.OnDevice("q", in.q, device);
   check.FloatDType("q", in.q);
   check.Rank("q", in.q, 3, "(n, num_qo_heads, head_dim)");

@@ -8,7 +8,26 @@ namespace ops {
 static_assert(sizeof(PlanHeader) == PlanHeader::kSize * sizeof(int64_t),
               "PlanHeader is a plain list of integers");
 
-tvm::ffi::Array<int64_t> MakePlan(const PlanHeader& header, const std::vector<int64_t>& kernel) {
+namespace {
+
+/*! \brief A hash of the values of a plan. It finds what was changed by mistake, not forgeries. */
+int64_t SealOf(PlanHeader header, const std::vector<int64_t>& kernel) {
+  uint64_t hash = kernel.size();
+  const auto add = [&hash](int64_t value) {
+    hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  };
+  header.seal = 0;
+  const int64_t* fields = reinterpret_cast<const int64_t*>(&header);
+  for (int64_t i = 0; i < PlanHeader::kSize; ++i) add(fields[i]);
+  for (int64_t value : kernel) add(value);
+  return static_cast<int64_t>(hash);
+}
+
+}  // namespace
+
+tvm::ffi::Array<int64_t> MakePlan(PlanHeader header, const std::vector<int64_t>& kernel) {
+  header.seal = SealOf(header, kernel);
   const int64_t* first = reinterpret_cast<const int64_t*>(&header);
   std::vector<int64_t> values(first, first + PlanHeader::kSize);
   values.insert(values.end(), kernel.begin(), kernel.end());
@@ -28,22 +47,11 @@ PlanReader::PlanReader(const Checker& check, const tvm::ffi::Array<int64_t>& pla
   int64_t* field = reinterpret_cast<int64_t*>(&header_);
   for (int64_t i = 0; i < PlanHeader::kSize; ++i) field[i] = plan[i];
   for (int64_t i = PlanHeader::kSize; i < size; ++i) kernel_.push_back(plan[i]);
-  // A plan is a list of integers in the user's hands; what kernels index with must be sound.
-  const auto in_range = [](int64_t value, int64_t low) {
-    return value >= low && value <= INT32_MAX;
-  };
-  if (!in_range(header_.batch_size, 0) || header_.batch_size == INT32_MAX ||
-      !in_range(header_.num_qo_heads, 1) || !in_range(header_.num_kv_heads, 1) ||
-      !in_range(header_.head_dim_qk, 1) || !in_range(header_.head_dim_vo, 1) ||
-      !in_range(header_.page_size, 1) || !in_range(header_.window_left, -1) ||
-      !in_range(header_.num_kv_entries, 0) ||
-      (expected_kind == kDecodeHeader && header_.num_rows != header_.batch_size)) {
-    FailChanged();
+  // Kernels index with these numbers, which are a list in the user's hands.
+  if (SealOf(header_, kernel_) != header_.seal) {
+    check.FailValue(
+        "`plan` was changed after it was made; pass it on as the plan function gave it");
   }
-}
-
-void PlanReader::FailChanged() const {
-  check_.FailValue("`plan` was changed after it was made; pass it on as the plan function gave it");
 }
 
 void PlanReader::Require(const char* name, int64_t planned, int64_t got) const {
@@ -67,6 +75,16 @@ void PlanReader::RequireBytes(const char* name, int64_t planned,
   message << "`" << name << "` has " << workspace.numel() << " bytes, the one that `plan` was made "
           << "with had " << planned << "; pass the same workspaces to the plan and to the run";
   check_.FailValue(message.str());
+}
+
+void PlanReader::RequireWorkspaces(const TensorView& float_workspace,
+                                   const TensorView& int_workspace) const {
+  RequireBytes("float_workspace", header_.float_workspace_bytes, float_workspace);
+  RequireBytes("int_workspace", header_.int_workspace_bytes, int_workspace);
+  if (AddressOf(int_workspace) == header_.int_workspace) return;
+  check_.FailValue(
+      "`int_workspace` is another tensor than the one that `plan` was made with, which holds what "
+      "was planned; pass the same workspaces to the plan and to the run");
 }
 
 void PlanReader::RequireDevice(DLDevice device) const {

@@ -29,8 +29,10 @@ struct PlanHeader {
   int64_t float_workspace_bytes;
   int64_t int_workspace_bytes;
   int64_t num_kv_entries;  // page indices, or tokens of ragged keys
+  int64_t int_workspace;   // its address: the kernel's part has arrays there
+  int64_t seal;            // a hash of all other values; set by MakePlan
 
-  static constexpr int64_t kSize = 15;
+  static constexpr int64_t kSize = 17;
 };
 
 enum PlanHeaderKind : int64_t {
@@ -39,7 +41,12 @@ enum PlanHeaderKind : int64_t {
   kMLAHeader = 0x6d6c6131
 };
 
-tvm::ffi::Array<int64_t> MakePlan(const PlanHeader& header, const std::vector<int64_t>& kernel);
+/*! \brief Address of a workspace, for the header. */
+inline int64_t AddressOf(const TensorView& workspace) {
+  return static_cast<int64_t>(reinterpret_cast<intptr_t>(DataOf(workspace)));
+}
+
+tvm::ffi::Array<int64_t> MakePlan(PlanHeader header, const std::vector<int64_t>& kernel);
 
 /*! \brief A plan taken apart, and checked against what the run is given. */
 class PlanReader {
@@ -55,12 +62,12 @@ class PlanReader {
   /*! \brief The run has as many page indices or tokens as the plan counted; kernels read so many.
    */
   void RequireEntries(const char* name, int64_t got) const;
-  /*! \brief Raise for a plan that the plan function did not make like this. */
-  [[noreturn]] void FailChanged() const;
-  /*! \brief The plan's offsets point into a workspace of `planned` bytes. */
-  void RequireBytes(const char* name, int64_t planned, const TensorView& workspace) const;
+  /*! \brief The workspaces are those of the plan, or as large where nothing is kept in them. */
+  void RequireWorkspaces(const TensorView& float_workspace, const TensorView& int_workspace) const;
 
  private:
+  void RequireBytes(const char* name, int64_t planned, const TensorView& workspace) const;
+
   const Checker& check_;
   PlanHeader header_;
   std::vector<int64_t> kernel_;

@@ -71,7 +71,9 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
                           window_left,
                           float_workspace.numel(),
                           int_workspace.numel(),
-                          pages[batch_size]};
+                          pages[batch_size],
+                          AddressOf(int_workspace),
+                          /*seal=*/0};
   std::vector<int64_t> kernel;
   if (IsCUDA(device) && batch_size > 0) {
     kernels::AttentionArgs shape{};

@@ -133,22 +133,17 @@ void RequireCudaMLA(const Checker& check, const kernels::MLAArgs& args, int64_t 
   }
 }
 
-/*! \brief The tables of a plan on CPU, checked again: they were in the user's hands. */
+/*! \brief The tables of a plan on CPU. */
 struct HostTable {
   std::vector<int32_t> qo_indptr, page_indptr, last_page_len;
 
-  HostTable(const Checker& check, const PlanReader& reader, int64_t page_size) {
-    const PlanHeader& header = reader.header();
+  HostTable(const PlanReader& reader, int64_t page_size) {
     const std::vector<int64_t>& kernel = reader.kernel();
-    const int64_t batch_size = header.batch_size;
+    const int64_t batch_size = reader.header().batch_size;
     auto next = kernel.begin() + MLAPlanPart::kSize;
     qo_indptr.assign(next, next + batch_size + 1);
     page_indptr.assign(next + batch_size + 1, next + 2 * (batch_size + 1));
     next += 2 * (batch_size + 1);
-    CheckIndptr(check, "plan", qo_indptr.data(), batch_size, header.num_rows, "q_nope");
-    if (qo_indptr[batch_size] != header.num_rows) reader.FailChanged();
-    CheckIndptr(check, "plan", page_indptr.data(), batch_size, header.num_kv_entries,
-                "page_indices");
     for (int64_t b = 0; b < batch_size; ++b) {
       const int64_t pages = page_indptr[b + 1] - page_indptr[b];
       last_page_len.push_back(
@@ -206,7 +201,9 @@ Array<int64_t> BatchMLAPlan(TensorView float_workspace, TensorView int_workspace
                           /*window_left=*/-1,
                           float_workspace.numel(),
                           int_workspace.numel(),
-                          pages[batch_size]};
+                          pages[batch_size],
+                          AddressOf(int_workspace),
+                          /*seal=*/0};
   std::vector<int64_t> kernel;
   if (IsCPU(device)) {
     kernel.insert(kernel.end(), rows, rows + batch_size + 1);
@@ -255,8 +252,7 @@ void BatchMLARun(TensorView float_workspace, TensorView int_workspace, Array<int
   const DLDevice device = check.Device("float_workspace", float_workspace);
   check.OnDevice("int_workspace", int_workspace, device);
   reader.RequireDevice(device);
-  reader.RequireBytes("float_workspace", header.float_workspace_bytes, float_workspace);
-  reader.RequireBytes("int_workspace", header.int_workspace_bytes, int_workspace);
+  reader.RequireWorkspaces(float_workspace, int_workspace);
 
   const kernels::DType dtype = check.FloatDType("q_nope", q_nope);
   check.OnDevice("q_nope", q_nope, device);
@@ -298,11 +294,6 @@ void BatchMLARun(TensorView float_workspace, TensorView int_workspace, Array<int
 
   const std::vector<int64_t>& kernel = reader.kernel();
   const int64_t batch_size = header.batch_size;
-  const int64_t arrays =
-      !IsCPU(device) ? (n > 0 ? kernels::cuda::kMLAPlanSize : 0) : 3 * batch_size + 2;
-  if (static_cast<int64_t>(kernel.size()) != MLAPlanPart::kSize + arrays) {
-    reader.FailChanged();
-  }
   const MLAPlanPart part{kernel[0], kernel[1], kernel[2]};
   if (page_size < part.min_page_size || page_size > part.max_page_size) {
     check.FailValue(Text("`page_size` is ", page_size, ", but the pages and keys that `plan` was ",
@@ -361,7 +352,7 @@ void BatchMLARun(TensorView float_workspace, TensorView int_workspace, Array<int
   args.causal = mask_mode == 1;
   args.sm_scale = sm_scale;
   if (IsCPU(device)) {
-    const HostTable table(check, reader, page_size);
+    const HostTable table(reader, page_size);
     CheckPageTable(check, table.page_indptr.data(), args.page_indices, table.last_page_len.data(),
                    batch_size, args.num_pages, page_size);
     if (n == 0) return;

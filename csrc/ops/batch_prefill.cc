@@ -109,7 +109,9 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
                           window_left,
                           float_workspace.numel(),
                           int_workspace.numel(),
-                          pages[batch_size]};
+                          pages[batch_size],
+                          AddressOf(int_workspace),
+                          /*seal=*/0};
   std::vector<int64_t> kernel;
   if (IsCUDA(device) && total_num_rows > 0) {
     kernels::AttentionArgs shape{};

@@ -83,21 +83,15 @@ bool HasRowsBeforeKeys(const int32_t* qo_indptr, const int32_t* kv_len, int64_t 
 void RunPrefill(const Checker& check, const PlanReader& reader, const kernels::AttentionArgs& args,
                 const kernels::PagedKV* paged, const kernels::RaggedKV* ragged, int64_t kv_length,
                 const kernels::cuda::PlanView& view, DLDevice device) {
-  const std::vector<int64_t>& kernel = reader.kernel();
-  const int64_t size = static_cast<int64_t>(kernel.size());
-  const auto is = [&](int64_t kind, int64_t size_of_kind) {
-    return size == size_of_kind && kernel[0] == kind;
-  };
+  const int64_t kind = reader.kernel()[0];
   UnitSpec unit{"batch_attention", args.dtype, args.head_dim_qk, args.head_dim_vo};
-  if (is(kernels::cuda::kDeviceSchedulePlan, 1)) {
+  if (kind == kernels::cuda::kDeviceSchedulePlan) {
     auto run = reinterpret_cast<kernels::cuda::AttentionFn>(RequireKernel(check, unit, device));
     Launch(check, run, args, paged, ragged, kernels::AttentionExtras{}, kv_length,
            CurrentStream(device));
     return;
   }
-  const bool is_fa3 = is(kernels::cuda::kPrefillSM90Plan, kernels::cuda::kPrefillSM90PlanSize);
-  const bool is_fa2 = is(kernels::cuda::kPrefillPlan, kernels::cuda::kPrefillPlanSize);
-  if (!is_fa2 && !is_fa3) reader.FailChanged();
+  const bool is_fa3 = kind == kernels::cuda::kPrefillSM90Plan;
   const Kinds kinds = KindsOf(paged == nullptr ? PrefillKeys::kRagged : PrefillKeys::kPaged);
   unit.kind = is_fa3 ? kinds.fa3 : kinds.fa2;
   void* found = RequireKernel(check, unit, device);

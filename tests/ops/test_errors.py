@@ -407,13 +407,30 @@ def test_argument_counts(paged):
     paged.plan_run_check()
 
 
-def test_changed_plans_are_refused(ops, device, workspaces, rng):
-    """A decode plan whose rows are not its requests would read past q."""
-    call = decode(ops, device, workspaces, make_batch(rng, Spec((5, 9, 30), heads=(4, 2))))
+@pytest.mark.parametrize("kind", [decode, paged_prefill])
+def test_changed_plans_are_refused(ops, device, workspaces, rng, kind):
+    """Kernels index with every number of a plan, also with those that are the kernel's own."""
+    call = kind(ops, device, workspaces, make_batch(rng, Spec((5, 9, 30), heads=(4, 2))))
     plan = list(call.plan())
-    plan[4] = 1
-    with pytest.raises(ValueError, match="changed after it was made"):
-        call.run(plan=plan)
+    for i in range(1, len(plan)):
+        with refused(ValueError, "changed after it was made"):
+            call.run(plan=[*plan[:i], plan[i] + 1, *plan[i + 1 :]])
+    for wrong in ([*plan, 0], plan[:-1]):
+        with refused(ValueError, "changed after|not made by"):
+            call.run(plan=wrong)
+    call.plan_run_check()
+
+
+@pytest.mark.parametrize("kind", [decode, paged_prefill])
+def test_the_workspace_of_another_plan(ops, device, workspaces, rng, kind):
+    """What was planned lies in the int workspace, so a run wants that one."""
+    call = kind(ops, device, workspaces, make_batch(rng, Spec((5, 9, 30), heads=(4, 2))))
+    call.plan()
+    other = to_device(workspaces.int_workspace.numpy(), device)
+    with refused(ValueError, "int_workspace", "another tensor", "same workspaces"):
+        call.run(int_workspace=other)
+    call.run()
+    call.check()
 
 
 def test_rows_that_belong_to_no_request_are_refused(ops, device, workspaces, rng, monkeypatch):

@@ -120,9 +120,7 @@ enum PlanKind : int64_t {
   kDeviceSchedulePlan = 5  // nothing is planned: batch_attention makes its schedule on the device
 };
 
-/*! \brief How many values the plans of each kernel have. */
-constexpr int64_t kPrefillPlanSize = 14;
-constexpr int64_t kPrefillSM90PlanSize = 8;
+/*! \brief How many values a plan of latent attention has. */
 constexpr int64_t kMLAPlanSize = 20;
 
 /*! \brief Workspaces as given to plan, and the plan that came back. */

@@ -116,7 +116,7 @@ struct Plan : PlanAsList<Plan> {
   int64_t tmp_v;
   int64_t tmp_s;
 
-  static constexpr int64_t kSize = kPrefillPlanSize;
+  static constexpr int64_t kSize = 14;
 };
 
 /*! \brief The same of prefill on Hopper; the arrays are those of PrefillSchedule. */
@@ -130,7 +130,7 @@ struct PrefillSM90Plan : PlanAsList<PrefillSM90Plan> {
   int64_t work_head;
   int64_t tiles;
 
-  static constexpr int64_t kSize = kPrefillSM90PlanSize;
+  static constexpr int64_t kSize = 8;
 };
 
 /*! \brief The same of latent attention; the arrays are those of MLASchedule. */
