@@ -1,0 +1,211 @@
+"""The rows that can be timed: what each one does, what it must move and compute, and row sets."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+#: Width of a row of latent attention: the compressed part, and the part with positions.
+CKV, KPE = 512, 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One piece of work.
+
+    Attributes
+    ----------
+    name : str
+        What ``--row`` takes.
+    kind : str
+        decode, ragged, paged, mla, rotary, append, merge, copy_page or compact; or host_plan and
+        host_run, whose time is that of the host.
+    batch : int
+        Requests; for the kinds that move rows, rows.
+    kv_len, qo_len : int
+        Keys and query rows of each request.
+    heads : (int, int)
+        Query and KV heads.
+    """
+
+    name: str
+    kind: str
+    batch: int
+    kv_len: int = 1
+    qo_len: int = 1
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    dtype: str = "float16"
+    page_size: int = 16
+    planned: bool = True
+
+    @property
+    def causal(self) -> bool:
+        """Prompts are causal; a decoded row sees all keys."""
+        return self.kind in ("ragged", "paged")
+
+    @property
+    def sm_scale(self) -> float:
+        """Factor of the scores."""
+        return (192 if self.kind == "mla" else self.head_dim) ** -0.5
+
+    @property
+    def rows(self) -> int:
+        """Query rows of all requests."""
+        return self.batch * self.qo_len
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a call moves at least: each input read once, each output written once."""
+        item, (qo, kv), d = ITEM_BYTES[self.dtype], self.heads, self.head_dim
+        if self.kind == "mla":
+            return item * self.batch * (self.kv_len * (CKV + KPE) + qo * (2 * CKV + KPE))
+        if self.kind == "rotary":
+            return 2 * self.batch * (qo + 2 * kv) * d * item
+        if self.kind in ("append", "compact"):
+            return 2 * self.batch * 2 * kv * d * item
+        if self.kind == "copy_page":
+            return 2 * self.page_size * 2 * kv * d * item
+        if self.kind == "merge":
+            return 3 * self.batch * qo * (d * item + 4)
+        return item * d * (2 * self.batch * self.kv_len * kv + 2 * self.rows * qo)
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matrix products, of what the causal mask leaves."""
+        qo, d = self.heads[0], self.head_dim
+        if self.kind == "mla":
+            return 2 * self.batch * self.kv_len * qo * (2 * CKV + KPE)
+        if self.kind not in ("decode", "ragged", "paged", "host_run"):
+            return 0
+        pairs = 2 * self.qo_len * self.kv_len
+        if self.causal:
+            pairs = (2 * self.kv_len - self.qo_len) * self.qo_len
+        return 2 * self.batch * pairs * qo * d
+
+    @property
+    def shape(self) -> dict[str, object]:
+        """What a file of results says of the row."""
+        names = ("batch", "kv_len", "qo_len", "heads", "head_dim", "dtype", "page_size")
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "heads": list(self.heads)}
+
+
+def decode(batch: int, length: int, heads: tuple[int, int] = (32, 8), dim: int = 128) -> Row:
+    """A step of one token for each request, over pages."""
+    other = "" if heads == (32, 8) else f"-H{heads[0]}/{heads[1]}"
+    other += "" if dim == 128 else f"-d{dim}"
+    return Row(f"decode-B{batch}-L{length}{other}", "decode", batch, length, 1, heads, dim)
+
+
+def prompts(
+    kind: str, batch: int, length: int, heads: tuple[int, int] = (32, 8), dim: int = 128
+) -> Row:
+    """Causal prompts, ragged or over pages."""
+    other = "" if heads == (32, 8) else f"-H{heads[0]}/{heads[1]}"
+    other += "" if dim == 128 else f"-d{dim}"
+    return Row(f"{kind}-B{batch}-S{length}{other}", kind, batch, length, length, heads, dim)
+
+
+def chunk(batch: int, rows: int, length: int) -> Row:
+    """The last rows of requests whose other keys are in the pages already."""
+    return Row(f"paged-B{batch}-Q{rows}-L{length}", "paged", batch, length, rows)
+
+
+def mla(heads: int, batch: int, length: int) -> Row:
+    """A step of one token over compressed pages."""
+    name = f"mla-decode-h{heads}-B{batch}-L{length}"
+    return Row(name, "mla", batch, length, 1, (heads, 1), CKV, "bfloat16")
+
+
+def moved(kind: str, count: int, heads: tuple[int, int] = (32, 8)) -> Row:
+    """A row of a kind that moves or merges `count` rows."""
+    return Row(f"{kind}-{count}", kind, count, heads=heads)
+
+
+def unplanned(row: Row) -> Row:
+    """The same work by the kernel that makes its schedule on the device."""
+    return replace(row, name=f"unplanned-{row.name}", planned=False)
+
+
+def host(kind: str, batch: int) -> Row:
+    """Time of the host for a plan of decode or for one call of it."""
+    length = 64 if kind == "run" else 4096
+    return Row(f"host-{kind}-B{batch}", f"host_{kind}", batch, length)
+
+
+HEADLINE = [
+    decode(1, 4096), decode(1, 32768), decode(16, 4096), decode(64, 4096), decode(128, 2048),
+    decode(64, 16384),
+    prompts("ragged", 16, 1024), prompts("ragged", 4, 4096), prompts("ragged", 1, 16384),
+    prompts("paged", 16, 1024), prompts("paged", 4, 4096), prompts("paged", 1, 16384),
+    chunk(8, 512, 8192),
+    mla(128, 128, 4096),
+    moved("rotary", 5000), moved("append", 5000), moved("merge", 8192),
+    host("plan", 64), host("run", 64),
+]  # fmt: skip
+
+OTHER = [
+    decode(64, 1024, (32, 32)), decode(16, 4096, (32, 32)),
+    decode(64, 1024, (32, 4)), decode(64, 4096, (32, 4)), decode(64, 8192, (32, 4)),
+    decode(16, 1024, (64, 8)), decode(16, 8192, (64, 8)), decode(1, 2048, (9, 3), 64),
+    prompts("ragged", 16, 1024, (32, 32), 64), prompts("ragged", 1, 16384, (32, 32), 64),
+    prompts("ragged", 16, 1024, (8, 8), 256), prompts("ragged", 1, 16384, (8, 8), 256),
+    *(
+        prompts(kind, batch, length, (32, 32))
+        for kind in ("ragged", "paged")
+        for batch, length in ((128, 1024), (64, 2048), (32, 4096), (16, 8192), (1, 32768))
+    ),
+    mla(64, 128, 4096), mla(16, 128, 4096), mla(128, 1, 4096), mla(16, 64, 1024),
+    moved("rotary", 64), moved("append", 64), moved("merge", 64), moved("copy_page", 1),
+    moved("compact", 1024),
+    unplanned(decode(1, 4096)), unplanned(decode(64, 4096)), unplanned(prompts("ragged", 4, 4096)),
+    host("plan", 1), host("plan", 256), host("run", 1), host("run", 256),
+]  # fmt: skip
+
+#: Rows that a processor does in moments, for tests and for a look at the harness without a GPU.
+TINY = [
+    Row("tiny-decode", "decode", 3, 64, 1, (4, 2), 32, "float32"),
+    Row("tiny-unplanned-decode", "decode", 3, 64, 1, (4, 2), 32, "float32", planned=False),
+    Row("tiny-ragged", "ragged", 2, 48, 48, (4, 2), 32, "float32"),
+    Row("tiny-paged", "paged", 2, 64, 16, (4, 2), 32, "float32"),
+    Row("tiny-mla", "mla", 2, 32, 1, (4, 1), CKV, "float32"),
+    Row("tiny-rotary", "rotary", 40, heads=(4, 2), head_dim=32, dtype="float32"),
+    Row("tiny-append", "append", 40, heads=(4, 2), head_dim=32, dtype="float32"),
+    Row("tiny-merge", "merge", 40, heads=(4, 2), head_dim=32, dtype="float32"),
+    Row("tiny-copy_page", "copy_page", 1, heads=(4, 2), head_dim=32, dtype="float32"),
+    Row("tiny-compact", "compact", 32, heads=(4, 2), head_dim=32, dtype="float32"),
+    Row("tiny-host-plan", "host_plan", 3, 64, 1, (4, 2), 32, "float32"),
+    Row("tiny-host-run", "host_run", 3, 64, 1, (4, 2), 32, "float32"),
+]
+
+SETS = {"headline": HEADLINE, "other": OTHER, "all": HEADLINE + OTHER, "tiny": TINY}
+ROWS = {row.name: row for row in [*HEADLINE, *OTHER, *TINY]}
+
+
+def select(names: Iterable[str] = (), row_set: str = "headline") -> list[Row]:
+    """The rows of a set, or those whose names match patterns, each once and in order.
+
+    Raises
+    ------
+    ValueError
+        When a pattern matches no row, or the set does not exist.
+    """
+    patterns = list(names)
+    if not patterns:
+        if row_set not in SETS:
+            raise ValueError(f"no set of rows {row_set!r}; there are {', '.join(SETS)}")
+        return list(SETS[row_set])
+    found: dict[str, Row] = {}
+    for pattern in patterns:
+        matches = [name for name in ROWS if fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(
+                f"no row {pattern!r}; `python -m benchmarks list` prints the names, and * and ? "
+                "match parts of them"
+            )
+        found.update((name, ROWS[name]) for name in matches)
+    return list(found.values())
