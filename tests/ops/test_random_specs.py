@@ -89,12 +89,13 @@ def test_attention(function: str, data: Any, seed: int, attend: Any) -> None:
             prefill = function.replace("decode", "paged")
             got.append(attend.call(prefill, as_prefill).plan_run_check())
         for o, lse in got:
-            close = 2 * oracle.FLOOR[dtype] + 1e-6
-            scale = np.abs(first[0][request.rows].astype(np.float64)).max(initial=1)
-            np.testing.assert_allclose(
-                o.astype(np.float64), first[0][request.rows].astype(np.float64), atol=close * scale
-            )
-            np.testing.assert_allclose(lse, first[1][request.rows], rtol=2e-5, atol=2e-5)
+            whole = [x[request.rows].astype(np.float64) for x in first]
+            scale = np.abs(request.v.astype(np.float64)).max(initial=1)
+            # FlashInfer's kernels round weights to the dtype, relative to maxima that go by tiles.
+            rounded = 4 * oracle.FLOOR[dtype] if planned and is_cuda(attend.device) else 0
+            close = 2 * oracle.FLOOR[dtype] + 1e-6 + rounded
+            np.testing.assert_allclose(o.astype(np.float64), whole[0], atol=close * scale)
+            np.testing.assert_allclose(lse, whole[1], rtol=2e-5, atol=2e-5 + rounded)
 
 
 def draw_cache_spec(draw: Any, device: Any, slot: str, rng: np.random.Generator) -> CacheSpec:
