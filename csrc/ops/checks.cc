@@ -22,14 +22,20 @@ struct ByteRange {
 
 ByteRange BytesOf(const TensorView& tensor) {
   const char* begin = DataOf<const char>(tensor);
-  if (tensor.numel() == 0) return {begin, begin};
-  int64_t count = tensor.numel();
-  if (!tensor.IsContiguous()) {
-    count = 1;
-    for (int i = 0; i < tensor.ndim(); ++i) count += (tensor.size(i) - 1) * tensor.stride(i);
+  const bool is_contiguous = tensor.IsContiguous();
+  const tvm::ffi::ShapeView shape = tensor.shape();
+  int64_t last = 0, size = 1;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    size *= shape[i];
+    if (!is_contiguous) last += (shape[i] - 1) * tensor.stride(i);
   }
+  if (size == 0) return {begin, begin};
   const int64_t element_bytes = (tensor.dtype().bits * tensor.dtype().lanes + 7) / 8;
-  return {begin, begin + count * element_bytes};
+  return {begin, begin + (is_contiguous ? size : last + 1) * element_bytes};
+}
+
+bool Overlap(const ByteRange& a, const ByteRange& b) {
+  return a.begin != a.end && b.begin != b.end && a.begin < b.end && b.begin < a.end;
 }
 
 bool SameDType(DLDataType a, DLDataType b) {
@@ -260,17 +266,17 @@ void Checker::Data(const char* name, const TensorView& tensor, DLDevice device, 
 
 void Checker::NoOverlap(const char* output_name, const TensorView& output, const char* name,
                         const TensorView& tensor) const {
-  const ByteRange written = BytesOf(output), other = BytesOf(tensor);
-  if (written.begin == written.end || other.begin == other.end) return;
-  if (written.begin < other.end && other.begin < written.end) {
-    FailValue(Text("`", output_name, "` and `", name,
-                   "` overlap in memory; an output needs memory of its own"));
-  }
+  NoOverlap(output_name, output, {{name, tensor}});
 }
 
 void Checker::NoOverlap(const char* output_name, const TensorView& output,
                         std::initializer_list<std::pair<const char*, TensorView>> tensors) const {
-  for (const auto& [name, tensor] : tensors) NoOverlap(output_name, output, name, tensor);
+  const ByteRange written = BytesOf(output);
+  for (const auto& [name, tensor] : tensors) {
+    if (!Overlap(written, BytesOf(tensor))) continue;
+    FailValue(Text("`", output_name, "` and `", name,
+                   "` overlap in memory; an output needs memory of its own"));
+  }
 }
 
 void Checker::Positive(const char* name, int64_t value) const {

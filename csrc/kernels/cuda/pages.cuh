@@ -100,15 +100,16 @@ __global__ void MoveRowsKernel(PoolView<Piece> pool, int64_t num_rows, Piece* k,
   if (row >= num_rows) return;
   const int32_t slot = position_map[row];
   const bool inside = slot >= 0 && slot < pool.num_slots;
-  if (kAppend && !inside) return;
   const int pieces_of_row = pool.num_heads * pool.pieces;
   k += row * pieces_of_row;
   v += row * pieces_of_row;
   ForPieces(pieces_of_row, [&](int i) {
     const int head = i / pool.pieces, piece = i % pool.pieces;
     if constexpr (kAppend) {
-      pool.At(slot, 0, head)[piece] = k[i];
-      pool.At(slot, 1, head)[piece] = v[i];
+      const Piece of_k = k[i], of_v = v[i];  // before the slot is known
+      if (!inside) return;
+      pool.At(slot, 0, head)[piece] = of_k;
+      pool.At(slot, 1, head)[piece] = of_v;
     } else {
       k[i] = inside ? pool.At(slot, 0, head)[piece] : Piece();
       v[i] = inside ? pool.At(slot, 1, head)[piece] : Piece();

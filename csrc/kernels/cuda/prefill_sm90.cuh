@@ -13,7 +13,6 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 // Of this header the kernel uses nothing, and it needs CUTLASS' tools and cuRAND.
 #define FLASHINFER_CUTLASS_UTILS_CUH_
-#include <cuda.h>
 #include <cutlass/numeric_types.h>
 
 #pragma nv_diagnostic push
@@ -438,26 +437,6 @@ struct PrefillMainloop {
   }
 };
 
-/*! \brief The driver's function, found without linking the driver. */
-inline decltype(&cuTensorMapEncodeTiled) EncodeTensorMap() {
-  static const auto function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
-                                                                12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t status =
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled; it is too old");
-    }
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-  }();
-  return function;
-}
-
 /*! \brief What TMA is to know of a tensor. Strides count elements; that of a chunk is known. */
 template <typename T, int kRank>
 CUtensorMap MakeTensorMap(const void* data, const int64_t (&shape)[kRank],
@@ -471,13 +450,15 @@ CUtensorMap MakeTensorMap(const void* data, const int64_t (&shape)[kRank],
     element_steps[i] = 1;
     if (i > 0) steps[i - 1] = static_cast<cuuint64_t>(strides[i - 1]) * sizeof(T);
   }
+  static const auto encode =
+      DriverFunction<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   const CUresult status =
-      EncodeTensorMap()(&map,
-                        std::is_same_v<T, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                        kRank, const_cast<void*>(data), dims, steps, box_dims, element_steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(&map,
+             std::is_same_v<T, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             kRank, const_cast<void*>(data), dims, steps, box_dims, element_steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::invalid_argument(
         "TMA cannot read q, keys or values of these shapes and strides "

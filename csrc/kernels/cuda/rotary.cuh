@@ -64,6 +64,19 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
     *reinterpret_cast<Vec*>(out + (row * heads + local) * p.head_dim + d) = x;
   };
 
+  // A unit is kVec pairs: two vectors, side by side or half of the rotated dimensions apart. Those
+  // of the first head are on their way while angles are computed.
+  const int units = pairs / kVec, heads_at_once = units > 0 ? blockDim.x / units : 0;
+  const int unit = units > 0 ? threadIdx.x % units : 0;
+  const int first_head = units > 0 ? threadIdx.x / units : 0;
+  const int low = p.interleaved ? 2 * unit * kVec : unit * kVec;
+  const int high = p.interleaved ? low + kVec : low + pairs;
+  int head = first_head < heads_at_once ? first_head : rotated_heads;
+  Vec x, y;
+  if (head < rotated_heads) {
+    x = load(head, low);
+    y = load(head, high);
+  }
   if (rotary_dim > 0) {
     const float position = static_cast<float>(p.position_map[row]);
     // Through a generic address: parameters that lanes index apart are read one after the other.
@@ -74,34 +87,35 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
       cos_sin[i] = make_float2(p.magnitude * angle.x, p.magnitude * angle.y);
     }
   }
-  // What is not rotated: values, and the dimensions behind rotary_dim.
+  // What is not rotated: values, and the dimensions behind rotary_dim. The last threads begin,
+  // since they may have no head to rotate.
   const int pieces_of_v = p.head_dim / kVec, pieces_behind = (p.head_dim - rotary_dim) / kVec;
   const int num_v = p.num_kv_heads * pieces_of_v;
-  for (int i = threadIdx.x; i < num_v + rotated_heads * pieces_behind; i += blockDim.x) {
+  const int num_copied = num_v + rotated_heads * pieces_behind;
+  for (int i = blockDim.x - 1 - threadIdx.x; i < num_copied; i += blockDim.x) {
     const bool is_v = i < num_v;
     const int j = is_v ? i : i - num_v, pieces = is_v ? pieces_of_v : pieces_behind;
-    const int head = j / pieces + (is_v ? rotated_heads : 0);
+    const int copied_head = j / pieces + (is_v ? rotated_heads : 0);
     const int d = j % pieces * kVec + (is_v ? 0 : rotary_dim);
-    store(head, d, load(head, d));
+    store(copied_head, d, load(copied_head, d));
   }
   if (rotary_dim == 0) return;
   __syncthreads();
+  if (head >= rotated_heads) return;
 
-  const int units = pairs / kVec, heads_at_once = blockDim.x / units;
-  const int unit = threadIdx.x % units, first_head = threadIdx.x / units;
-  if (first_head >= heads_at_once) return;
-  // The unit's pairs lie in two vectors: side by side, or half of the rotated dimensions apart.
-  const int low = p.interleaved ? 2 * unit * kVec : unit * kVec;
-  const int high = p.interleaved ? low + kVec : low + pairs;
   float2 angle[kVec], second[kVec];  // of the first elements of the pairs, and of the second
 #pragma unroll
   for (int j = 0; j < kVec; ++j) {
     angle[j] = cos_sin[unit * kVec + j];
     second[j] = p.has_second ? cos_sin[pairs + unit * kVec + j] : angle[j];
   }
-#pragma unroll 2
-  for (int head = first_head; head < rotated_heads; head += heads_at_once) {
-    Vec x = load(head, low), y = load(head, high);
+  while (true) {
+    const int next = head + heads_at_once;
+    Vec next_x, next_y;
+    if (next < rotated_heads) {
+      next_x = load(next, low);
+      next_y = load(next, high);
+    }
     float a[2 * kVec];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
@@ -127,6 +141,8 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
     }
     store(head, low, x);
     store(head, high, y);
+    if (next >= rotated_heads) return;
+    head = next, x = next_x, y = next_y;
   }
 }
 

@@ -2,6 +2,7 @@
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_UNIT_H_
 #define TVM_FLASHINFER_KERNELS_CUDA_UNIT_H_
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -10,7 +11,10 @@
 #include <cstdio>
 #include <exception>
 #include <stdexcept>
+#include <string>
+#include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 
 #include "kernel_table.h"
@@ -92,19 +96,58 @@ int Guarded(CudaStream stream, char* error, const Body& body) {
   }
 }
 
+/*! \brief A function of the driver, found without linking the driver. */
+template <typename Function>
+Function DriverFunction(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t status = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+  if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    throw std::runtime_error(std::string("the CUDA driver has no ") + name + "; it is too old");
+  }
+  return reinterpret_cast<Function>(found);
+}
+
 /*!
- * \brief kernel<<<blocks, threads, shared, stream>>>(args...) in one call of the runtime: the
- * syntax makes three, which shows in kernels of a few microseconds.
+ * \brief cudaLaunchKernel by the driver: the runtime looks the kernel up in each launch, which
+ * shows in kernels of a few microseconds.
  */
+inline cudaError_t LaunchByAddresses(const void* kernel, dim3 blocks, dim3 threads, size_t shared,
+                                     cudaStream_t stream, void** params) {
+#if CUDART_VERSION >= 12010
+  static const auto launch = DriverFunction<decltype(&cuLaunchKernel)>("cuLaunchKernel");
+  thread_local std::unordered_map<const void*, cudaKernel_t> handles;  // those of every device
+  cudaKernel_t& handle = handles[kernel];
+  if (handle == nullptr) {
+    const cudaError_t status = cudaGetKernel(&handle, kernel);
+    if (status != cudaSuccess) return status;
+  }
+  const CUresult status =
+      launch(reinterpret_cast<CUfunction>(handle), blocks.x, blocks.y, blocks.z, threads.x,
+             threads.y, threads.z, static_cast<unsigned>(shared), stream, params, nullptr);
+  return static_cast<cudaError_t>(status);  // the runtime's numbers are the driver's
+#else
+  return cudaLaunchKernel(kernel, blocks, threads, params, shared, stream);
+#endif
+}
+
+/*! \brief kernel<<<blocks, threads, shared, stream>>>(args...), see LaunchByAddresses. */
 template <typename... Params, typename... Args>
 cudaError_t LaunchKernel(void (*kernel)(Params...), dim3 blocks, dim3 threads, size_t shared,
                          cudaStream_t stream, Args&&... args) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  std::tuple<Params...> params(std::forward<Args>(args)...);
+  return std::apply(
+      [&](auto&... param) {
+        void* addresses[] = {static_cast<void*>(&param)...};
+        return LaunchByAddresses(reinterpret_cast<const void*>(kernel), blocks, threads, shared,
+                                 stream, addresses);
+      },
+      params);
 }
 
 }  // namespace cuda
