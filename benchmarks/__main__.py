@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_rows(peers)
     peers.add_argument("--side", action="append", help="for these sides alone")
     readme = commands.add_parser("readme", help="write the tables of results into the README")
-    readme.add_argument("results", type=Path, nargs="+")
+    readme.add_argument("results", type=Path, nargs="*", help="all of benchmarks/results without")
     readme.add_argument("--readme", type=Path, default=Path("README.md"))
     plot = commands.add_parser("plot", help="draw results as SVG; needs matplotlib")
     plot.add_argument("results", type=Path)
@@ -48,12 +48,8 @@ def build_sides(case: Any, wanted: list[str] | None) -> tuple[list[Any], dict[st
     """Sides that are there, and why the others are not, in the order of the registry."""
     from .sides import Absent, builders
 
-    known = builders()
-    for name in wanted or ():
-        if name not in known:
-            raise ValueError(f"no side {name!r}; there are {', '.join(known)}")
     sides, absent = [], {}
-    for name, build in known.items():
+    for name, build in builders().items():
         if wanted and name not in wanted:
             continue
         try:
@@ -115,8 +111,12 @@ def run(options: argparse.Namespace) -> int:
     from .cases import make_case
     from .machine import open_machine
     from .measure import Options, Refused, measure
+    from .sides import builders
 
     rows = work.select(options.row, options.set)
+    for name in options.side or ():
+        if name not in builders():
+            raise ValueError(f"no side {name!r}; there are {', '.join(builders())}")
     begun = time.perf_counter()
     machine = open_machine(options.device)
     limits = machine.limits()
@@ -135,8 +135,10 @@ def run(options: argparse.Namespace) -> int:
             case = make_case(row, machine)
             sides, absent = build_sides(case, options.side)
             times = measure(case, sides, how, results.limit_seconds(row, limits)[0])
-        except Refused as reason:
-            print(f"refused: {reason}")
+        except Exception as error:
+            # What one row lacks, memory or a kernel, the next one may not.
+            kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
+            print(f"{row.name} REFUSED: {kind}{error}", flush=True)
             refused += 1
             continue
         refused += sum("refused" in side for side in times.values())

@@ -47,15 +47,18 @@ class Case:
         self.rng = np.random.default_rng(0)
         self.shared: dict[str, Any] = {}
         self.host: dict[str, np.ndarray] = {}
-        count = min(MOST_BUFFERS, max(1, math.ceil(machine.rotate_bytes / row.bytes)))
-        if row.kind.startswith("host"):
-            count = 1
-        elif self.once:
-            count = max(count, 8)
+        count = self.buffer_count()
         self.make_shared()
         self.buffers = [self.make_buffer(i) for i in range(count)]
         self.expected = [self.expect(i) for i in range(count)]
         machine.sync()
+
+    def buffer_count(self) -> int:
+        """How many buffers it takes to leave the cache; more where each is good for one call."""
+        if not self.row.bytes or self.row.kind.startswith("host"):
+            return 1
+        count = math.ceil(self.machine.rotate_bytes / self.row.bytes)
+        return min(MOST_BUFFERS, max(count, 8 if self.once else 1))
 
     @property
     def cold(self) -> bool:
@@ -104,22 +107,20 @@ class Case:
         ]
 
 
-def attention64(
-    machine: Any, q: Any, k: Any, v: Any, scale: float, positions: np.ndarray | None
-) -> Any:
-    """Attention in float64; q (n, Hq, d), k and v (m, Hkv, d). Row i sees keys up to its position.
+def attention64(machine: Any, q: Any, k: Any, v: Any, scale: float, seen: np.ndarray | None) -> Any:
+    """Attention in float64; q (n, Hq, d), k and v (m, Hkv, d), and which keys rows see (n, m).
 
-    Without positions all rows see all keys.
+    Without `seen` all rows see all keys.
     """
     xp = machine.xp
-    (n, heads, d), (m, kv_heads, _) = q.shape, k.shape
+    (n, heads, d), kv_heads = q.shape, k.shape[1]
     group = heads // kv_heads
     q = machine.float64(q).reshape(n, kv_heads, group, d).swapaxes(0, 1)
     k, v = (machine.float64(x).swapaxes(0, 1) for x in (k, v))
     scores = q.reshape(kv_heads, n * group, d) @ k.swapaxes(1, 2) * scale
-    if positions is not None:
-        seen = np.repeat(positions, group)[:, None] >= np.arange(m)[None]
-        scores = scores + machine.put(np.where(seen, 0.0, -np.inf))
+    if seen is not None:
+        hidden = np.where(np.repeat(seen, group, 0), 0.0, -np.inf)
+        scores = scores + machine.put(hidden)
     weights = xp.exp(scores - xp.amax(scores, -1, keepdims=True))
     out = weights @ v / weights.sum(-1)[..., None]
     out = out.reshape(kv_heads, n, group, v.shape[-1]).swapaxes(0, 1)
@@ -129,6 +130,16 @@ def attention64(
 class Attention(Case):
     """Decode and prompts, over pages or over ragged keys."""
 
+    @property
+    def ragged(self) -> bool:
+        """Whether keys lie one after another instead of in pages."""
+        return self.row.kind == "ragged"
+
+    @property
+    def slots(self) -> int:
+        """Places that a request takes up in its pages."""
+        return self.row.kv_len
+
     def make_shared(self) -> None:
         """Offsets of rows and keys, the page table, and what TVM's kernels want besides."""
         row, steps = self.row, np.arange(self.row.batch + 1, dtype=np.int32)
@@ -136,24 +147,24 @@ class Attention(Case):
         self.index("kv_len", np.full(row.batch, row.kv_len, np.int32))
         self.index("zeros", np.zeros(row.batch, np.int32))
         self.index("positions", np.arange(row.rows, dtype=np.int32))
-        if row.kind == "ragged":
+        if self.ragged:
             self.index("kv_indptr", steps * row.kv_len)
         else:
             self.make_page_table()
         requests = sorted({0, row.batch // 2, row.batch - 1})
         each = np.unique(np.linspace(0, row.qo_len - 1, SAMPLED_ROWS).astype(np.int32))
-        self.sampled = [(b, each, each + row.kv_len - row.qo_len) for b in requests]
+        self.sampled = [(b, each) for b in requests]
         rows = np.concatenate([b * row.qo_len + each for b in requests]).astype(np.int64)
         self.sampled_rows = self.machine.put(rows)
 
     def make_page_table(self) -> None:
         """Pages in a random order, the same of all buffers."""
         row = self.row
-        pages = math.ceil(row.kv_len / row.page_size)
+        pages = math.ceil(self.slots / row.page_size)
         steps = np.arange(row.batch + 1, dtype=np.int32)
         self.index("kv_indptr", steps * pages)
         self.index("page_indices", self.rng.permutation(row.batch * pages).astype(np.int32))
-        self.index("last", np.full(row.batch, (row.kv_len - 1) % row.page_size + 1, np.int32))
+        self.index("last", np.full(row.batch, (self.slots - 1) % row.page_size + 1, np.int32))
 
     def make_buffer(self, i: int) -> dict[str, Any]:
         """Queries, keys and values, output and LSE."""
@@ -165,7 +176,7 @@ class Attention(Case):
             "o": machine.empty(row.rows, qo, row.head_dim, dtype=row.dtype),
             "lse": machine.empty(row.rows, qo),
         }
-        if row.kind == "ragged":
+        if self.ragged:
             keys = row.batch * row.kv_len
             found |= {name: normal(keys, kv, row.head_dim) for name in "kv"}
         else:
@@ -176,25 +187,40 @@ class Attention(Case):
     def keys_of(self, i: int, request: int) -> tuple[Any, Any]:
         """Keys and values (m, Hkv, d) of one request."""
         row, buffer = self.row, self.buffers[i]
-        if row.kind == "ragged":
+        if self.ragged:
             part = slice(request * row.kv_len, (request + 1) * row.kv_len)
             return buffer["k"][part], buffer["v"][part]
+        k, v = self.pages_of(i, request)
+        return k[: row.kv_len], v[: row.kv_len]
+
+    def pages_of(self, i: int, request: int) -> tuple[Any, Any]:
+        """Keys and values (slots, Hkv, d) of the pages of one request, in order."""
+        row, buffer = self.row, self.buffers[i]
         first, last = self.host["kv_indptr"][request : request + 2]
         where = self.machine.put(self.host["page_indices"][first:last].astype(np.int64))
         pages = buffer["pages"][where]
         shape = (-1, row.heads[1], row.head_dim)
         k, v = (pages[:, part].swapaxes(1, 2).reshape(shape) for part in range(2))
-        return k[: row.kv_len], v[: row.kv_len]
+        return k, v
+
+    def seen(self, request: int, rows: np.ndarray) -> np.ndarray | None:
+        """Which keys some rows of a request see; None for all."""
+        if not self.row.causal:
+            return None
+        last = rows + self.row.kv_len - self.row.qo_len
+        return last[:, None] >= np.arange(self.row.kv_len)[None]
+
+    def operands(self, i: int, request: int, rows: np.ndarray) -> tuple[Any, Any, Any]:
+        """Queries, keys and values of some rows of a request."""
+        where = self.machine.put((request * self.row.qo_len + rows).astype(np.int64))
+        return self.buffers[i]["q"][where], *self.keys_of(i, request)
 
     def expect(self, i: int) -> Any:
         """Some rows of the first, the middle and the last request."""
         parts = []
-        for request, rows, positions in self.sampled:
-            where = self.machine.put((request * self.row.qo_len + rows).astype(np.int64))
-            q = self.buffers[i]["q"][where]
-            seen = positions if self.row.causal else None
-            k, v = self.keys_of(i, request)
-            parts.append(attention64(self.machine, q, k, v, self.row.sm_scale, seen))
+        for request, rows in self.sampled:
+            operands, seen = self.operands(i, request, rows), self.seen(request, rows)
+            parts.append(attention64(self.machine, *operands, self.row.sm_scale, seen))
         return self.machine.xp.concatenate(parts)
 
     def found(self, i: int, returned: Any) -> Any:
@@ -255,8 +281,14 @@ class Plan(Attention):
 
 def make_case(row: Row, machine: Any) -> Case:
     """The case of a row."""
-    from . import moves
+    from . import moves, slots
 
+    if row.kind == "model":
+        from .models import Model
+
+        return Model(row, machine)
+    if row.kind.startswith("slot"):
+        return slots.Slot(row, machine)
     kinds = {
         "decode": Attention, "ragged": Attention, "paged": Attention, "host_run": Attention,
         "host_plan": Plan, "mla": Latent, "rotary": moves.Rotary, "append": moves.Append,

@@ -1,144 +1,136 @@
-"""Models through the pipeline "flashinfer" and through TVM's default one, on a GPU, in one run.
+"""Whole models whose attention is products and a softmax, as frontends leave it.
 
-    python benchmarks/models.py [--row NAME] [--json FILE]
-
-Encoders and decoders with random weights in float16, whose attention is products and a softmax, as
-frontends leave it. Times are those of a whole forward pass, by `harness.seconds_of_call`, so the
-matrix products that TVM compiles for both sides are part of them; rows named `attention` have
-attention alone. The results of both sides are compared, after NaN in neither.
+Weights are random. Ours is the pipeline "flashinfer", TVM's side its default pipeline: the matrix
+products that TVM compiles for both are part of the time. What is right is the same model in float32
+through the default pipeline.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
-from harness import cuda_device, cuda_target, seconds_of_call, write_results
 from tvm import relax as rx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-import tvm_flashinfer.relax  # noqa: F401  registers the pipeline
+import tvm_flashinfer
+import tvm_flashinfer.relax  # registers the pipeline
+
+from .cases import Case
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "models"))
 
 from small_transformers import Config, Transformer, random_weights
 
-DTYPE = "float16"
+LAYERS, VOCABULARY = 2, 1000
 
 
 class Products(nn.Module):
     """Causal attention alone, over heads that come before lengths."""
 
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
     def forward(self, q: nn.Tensor, k: nn.Tensor, v: nn.Tensor) -> nn.Tensor:
         """(batch, heads, length, head_dim) each."""
         length = q.shape[2]
-        lowest = op.full((length, length), nn.Tensor.from_scalar(-65504.0, DTYPE), DTYPE)
+        hidden = nn.Tensor.from_scalar(-65504.0, self.dtype)
+        lowest = op.full((length, length), hidden, self.dtype)
         scores = op.matmul(q, op.permute_dims(k, (0, 1, 3, 2))) / float(q.shape[3]) ** 0.5
         return op.matmul(op.softmax(scores + op.triu(lowest, 1), axis=-1), v)
 
 
-@dataclass
-class Row:
-    """A model, and how many sequences of how many tokens it gets."""
+class Model(Case):
+    """One model and what it is called with; `Row.feature` is its kind."""
 
-    name: str
-    batch: int
-    length: int
-    config: Config
+    # Rounding grows with layers, and the two pipelines round in different places.
+    tolerances = dict.fromkeys(Case.tolerances, (float("inf"), 2e-2))
 
+    @property
+    def cold(self) -> bool:
+        """A model's weights and states are what it reads; nothing is rotated."""
+        return True
 
-def _config(kind: str, heads: int, head_dim: int) -> Config:
-    width = heads * head_dim
-    return Config(kind, 2, heads, head_dim, 4 * width, vocab=1000, positions=4096)
+    @property
+    def config(self) -> Config:
+        """Dimensions of the model."""
+        row = self.row
+        heads, width = row.heads[0], row.heads[0] * row.head_dim
+        return Config(row.feature, LAYERS, heads, row.head_dim, 4 * width, VOCABULARY, row.kv_len)
 
+    def make_shared(self) -> None:
+        """The inputs and weights."""
+        row, rng = self.row, self.rng
+        if row.feature == "attention":
+            shape = (row.batch, row.heads[0], row.kv_len, row.head_dim)
+            self.arrays = [rng.standard_normal(shape).astype(row.dtype) for _ in "qkv"]
+            return
+        shape = (row.batch, row.kv_len)
+        weights = random_weights(self.config, rng)
+        ids = rng.integers(0, VOCABULARY, shape).astype("int32")
+        # Rounded once, so that the model in float32 has the same weights.
+        rounded = [weights[name].astype(row.dtype) for name in self.module(row.dtype)[1]]
+        self.arrays = [ids, np.ones(shape, "int32"), *rounded]
 
-ROWS = [
-    Row("attention-d64", 4, 1024, _config("gpt", 16, 64)),
-    Row("attention-d128", 1, 4096, _config("gpt", 32, 128)),
-    Row("bert-d64", 16, 512, _config("bert", 12, 64)),
-    Row("gpt-d64", 4, 1024, _config("gpt", 12, 64)),
-    Row("gpt-d128", 1, 4096, _config("gpt", 16, 128)),
-    Row("vit-d80", 8, 577, _config("vit", 16, 80)),
-    Row("vit-d72", 8, 577, _config("vit", 16, 72)),
-]
+    def module(self, dtype: str) -> tuple[tvm.IRModule, list[str]]:
+        """The model with static sizes, and the names of its weights."""
+        row = self.row
+        if row.feature != "attention":
+            return Transformer(self.config).export(dtype, row.batch, row.kv_len)
+        shape = (row.batch, row.heads[0], row.kv_len, row.head_dim)
+        spec = {"forward": {x: nn.spec.Tensor(shape, dtype) for x in "qkv"}}
+        return Products(dtype).export_tvm(spec=spec)[0], []
 
+    def compiled(self, dtype: str, pipeline: Any) -> Callable[[], Any]:
+        """What runs the model in a dtype."""
+        target, device = self.machine.target, self.machine.tvm_device
+        with target:
+            executable = tvm.compile(self.module(dtype)[0], target, relax_pipeline=pipeline)
+        machine = rx.VirtualMachine(executable, device)
+        arrays = [x if x.dtype.kind == "i" else x.astype(dtype) for x in self.arrays]
+        tensors = [tvm.runtime.tensor(x, device) for x in arrays]
+        return lambda: machine["forward"](*tensors)
 
-def _model(row: Row) -> tuple[tvm.IRModule, list[np.ndarray]]:
-    """The module with static sizes, and everything that it is called with."""
-    rng, config = np.random.default_rng(0), row.config
-    if row.name.startswith("attention"):
-        shape = (row.batch, config.heads, row.length, config.head_dim)
-        spec = {"forward": {x: nn.spec.Tensor(shape, DTYPE) for x in "qkv"}}
-        mod, _ = Products().export_tvm(spec=spec)
-        return mod, [rng.standard_normal(shape).astype(DTYPE) for _ in range(3)]
-    model = Transformer(config)
-    model.to(DTYPE)
-    shape = (row.batch, row.length)
-    spec = {"forward": {x: nn.spec.Tensor(shape, "int32") for x in ("ids", "mask")}}
-    mod, params = model.export_tvm(spec=spec)
-    weights = random_weights(config, rng)
-    ids = rng.integers(0, config.vocab, shape).astype("int32")
-    return mod, [ids, np.ones(shape, "int32"), *(weights[name].astype(DTYPE) for name, _ in params)]
+    def default_pipeline(self) -> Any:
+        """TVM's own pipeline for the target."""
+        if self.machine.kind == "cpu":
+            return rx.get_default_pipeline(self.machine.target)
+        return rx.backend.cuda.get_default_pipeline(self.machine.target)
 
+    def our_pipeline(self) -> Any:
+        """The pipeline "flashinfer", which must leave no attention to TVM."""
+        return rx.get_pipeline(
+            "flashinfer", target=self.machine.target, ship="shared", strict=True,
+            binary_masks=True,
+        )  # fmt: skip
 
-def _side(mod: tvm.IRModule, arrays: list[np.ndarray], target: Any, device: Any, ours: bool) -> Any:
-    """A function that runs the model; ours has no attention left to TVM."""
-    pipeline: Any = None
-    if ours:
-        pipeline = rx.get_pipeline(
-            "flashinfer", target=target, ship="shared", strict=True, binary_masks=True
-        )
-    with target:
-        pipeline = pipeline or rx.backend.cuda.get_default_pipeline(target)
-        executable = tvm.compile(mod, target, relax_pipeline=pipeline)
-    vm = rx.VirtualMachine(executable, device)
-    tensors = [tvm.runtime.tensor(x, device) for x in arrays]
-    return lambda: vm["forward"](*tensors)
+    def make_buffer(self, i: int) -> dict[str, Any]:
+        """Nothing: sides have weights of their own."""
+        return {}
 
+    def expect(self, i: int) -> Any:
+        """The model in float32."""
+        output = self.compiled("float32", self.default_pipeline())().numpy()
+        return self.machine.put(output.astype(np.float64))
 
-def measure(row: Row, device: Any) -> dict[str, Any]:
-    """Time both sides and compare them."""
-    target = cuda_target(device)
-    mod, arrays = _model(row)
-    sides = [_side(mod, arrays, target, device, ours) for ours in (True, False)]
-    ours, theirs = (side().numpy().astype(np.float64) for side in sides)
-    difference = np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2))
-    if not difference < 0.02:
-        sys.exit(f"{row.name}: the sides differ by {difference:.3g} of the root mean square")
-    seconds = [seconds_of_call(side, device) for side in sides]
-    return {
-        "row": row.name,
-        "ours_us": seconds[0] * 1e6,
-        "default_us": seconds[1] * 1e6,
-        "difference": difference,
-    }
+    def poison(self, i: int) -> None:
+        """Nothing: what a model returns is dropped before each timing."""
 
+    def found(self, i: int, returned: Any) -> Any:
+        """All of what the model returned."""
+        return self.whole(i, returned)
 
-def main() -> None:
-    """Print a line for each row."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", help="run this row alone")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    options = parser.parse_args()
-    device, results = cuda_device(), []
-    for row in ROWS:
-        if options.row not in (None, row.name):
-            continue
-        found = measure(row, device)
-        results.append(found)
-        ratio = found["default_us"] / found["ours_us"]
-        times = f"ours {found['ours_us']:10.1f} us  default {found['default_us']:10.1f} us"
-        print(f"{row.name:16} {times}  ratio {ratio:5.2f}  difference {found['difference']:.2g}")
-        sys.stdout.flush()
-    if options.json:
-        write_results(options.json, device, "python benchmarks/models.py", results)
+    def whole(self, i: int, returned: Any) -> Any:
+        """The same."""
+        return self.machine.put(returned.numpy())
 
 
-if __name__ == "__main__":
-    main()
+def counted() -> int:
+    """Calls of our functions that serve attention in graphs."""
+    counts = tvm_flashinfer.call_counts()
+    return sum(n for device in counts.values() for name, n in device.items() if "attention" in name)

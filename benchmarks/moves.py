@@ -12,6 +12,16 @@ from .cases import Case
 THETA = 1e4
 
 
+def turn(machine: Any, x: Any, positions: np.ndarray, theta: float) -> Any:
+    """Rotary embedding of x (n, H, d) in float64."""
+    x, dim = machine.float64(x), x.shape[-1]
+    half = dim // 2
+    angles = np.outer(positions, theta ** (-2.0 * np.arange(half) / dim))
+    cos, sin = (machine.put(f(angles)[:, None]) for f in (np.cos, np.sin))
+    a, b = x[..., :half], x[..., half:]
+    return machine.xp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
 class Rotary(Case):
     """The rows of q, k and v out of one tensor, with their positions applied."""
 
@@ -37,15 +47,10 @@ class Rotary(Case):
 
     def expect(self, i: int) -> Any:
         """All rows, with the angles in float64."""
-        row, machine, xp = self.row, self.machine, self.machine.xp
-        qo, kv = row.heads
+        machine, (qo, kv) = self.machine, self.row.heads
         x = machine.float64(self.buffers[i]["qkv"])
-        half = row.head_dim // 2
-        angles = np.outer(np.arange(row.batch), THETA ** (-2.0 * np.arange(half) / row.head_dim))
-        cos, sin = (machine.put(f(angles)[:, None]) for f in (np.cos, np.sin))
-        a, b = x[:, : qo + kv, :half], x[:, : qo + kv, half:]
-        turned = xp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-        return xp.concatenate([turned, x[:, qo + kv :]], 1)
+        turned = turn(machine, x[:, : qo + kv], self.host["positions"], THETA)
+        return machine.xp.concatenate([turned, x[:, qo + kv :]], 1)
 
     def poison(self, i: int) -> None:
         """Fill the three outputs with NaN."""

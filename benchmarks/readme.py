@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ GROUPS = (
     ("Prompts", ("ragged", "paged")),
     ("Decode over compressed pages (MLA)", ("mla",)),
     ("Rows that are moved or merged", ("rotary", "append", "merge", "copy_page", "compact")),
+    (
+        "Attention that TVM's cache calls without a plan",
+        ("slot_decode", "slot_prefill", "slot_tree_paged", "slot_tree_ragged"),
+    ),
+    ("Whole models, ours through the pipeline of this package", ("model",)),
     ("Time of the host for a call", ("host_plan", "host_run")),
 )
 
@@ -54,7 +60,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         for name in names
         if any("absent" not in row["sides"].get(name, {"absent": ""}) for row in rows)
     ]
-    device = rows[0]["limit"] != "host"
+    device = rows[0]["limit"] in ("bytes", "flops")
     rates = ["rate", "of the limit"] if device else []
     head = ["row", *(f"{name}, µs" for name in timed), *rates, "best peer / ours"]
     lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
@@ -93,8 +99,21 @@ def tables(found: dict[str, Any], path: str) -> str:
     return "\n".join(lines)
 
 
-def write_tables(readme: Path, files: Sequence[Path]) -> int:
+def recorded(folder: Path) -> list[Path]:
+    """The files of results that this harness wrote, of a folder; others have no schema."""
+    files = sorted(folder.glob("*.json"))
+    return [path for path in files if "schema" in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def write_tables(readme: Path, files: Sequence[Path] = ()) -> int:
     """Put the tables of files between the markers of the README.
+
+    Parameters
+    ----------
+    readme : Path
+        The file that is changed.
+    files : sequence of Path
+        Results; by default those recorded in `benchmarks/results` beside the README.
 
     Raises
     ------
@@ -105,9 +124,10 @@ def write_tables(readme: Path, files: Sequence[Path]) -> int:
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"{readme} needs the lines {BEGIN} and {END}, once and in this order")
     folder = readme.resolve().parent
+    files = files or recorded(folder / "benchmarks" / "results")
     parts = [
         tables(results.read(path), path.resolve().relative_to(folder).as_posix()) for path in files
-    ]
+    ] or ["No run of `python -m benchmarks` is recorded yet."]
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     middle = "\n\n".join(parts)
     readme.write_text(f"{before}{BEGIN}\n{middle}\n{END}{after}", encoding="utf-8")

@@ -75,8 +75,8 @@ def _driver() -> str | None:
 
 def limit_seconds(row: Row, limits: dict[str, float]) -> tuple[float, str]:
     """The least time of a row at the measured limits, and which limit it is."""
-    if row.kind.startswith("host"):
-        return 0.0, "host"
+    if row.kind == "model" or row.kind.startswith("host"):
+        return 0.0, "host" if row.kind != "model" else "none"
     memory = row.bytes / limits["copy_bytes_per_s"]
     products = row.flops / limits["flops_per_s"]
     return (products, "flops") if products > memory else (memory, "bytes")

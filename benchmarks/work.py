@@ -10,6 +10,8 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 #: Width of a row of latent attention: the compressed part, and the part with positions.
 CKV, KPE = 512, 64
+#: Tokens that a row sees in a layer with a window.
+WINDOW = 1024
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,19 @@ class Row:
     name : str
         What ``--row`` takes.
     kind : str
-        decode, ragged, paged, mla, rotary, append, merge, copy_page or compact; or host_plan and
-        host_run, whose time is that of the host.
+        decode, ragged, paged, mla, rotary, append, merge, copy_page or compact; slot_... for what
+        TVM's cache calls without a plan; host_plan and host_run, whose time is that of the host;
+        model for whole models.
     batch : int
         Requests; for the kinds that move rows, rows.
     kv_len, qo_len : int
         Keys and query rows of each request.
     heads : (int, int)
         Query and KV heads.
+    planned : bool
+        Whether ours has a plan, where it may.
+    feature : str
+        What a slot has besides: window, rope. Of a model, its kind.
     """
 
     name: str
@@ -41,6 +48,7 @@ class Row:
     dtype: str = "float16"
     page_size: int = 16
     planned: bool = True
+    feature: str = ""
 
     @property
     def causal(self) -> bool:
@@ -61,6 +69,8 @@ class Row:
     def bytes(self) -> int:
         """Bytes that a call moves at least: each input read once, each output written once."""
         item, (qo, kv), d = ITEM_BYTES[self.dtype], self.heads, self.head_dim
+        if self.kind == "model":
+            return 0
         if self.kind == "mla":
             return item * self.batch * (self.kv_len * (CKV + KPE) + qo * (2 * CKV + KPE))
         if self.kind == "rotary":
@@ -131,6 +141,19 @@ def unplanned(row: Row) -> Row:
     return replace(row, name=f"unplanned-{row.name}", planned=False)
 
 
+def slot(kind: str, batch: int, length: int, rows: int = 1, feature: str = "") -> Row:
+    """A slot of TVM's cache that is called without a plan."""
+    name = f"slot-{kind}" + (f"-{feature}" if feature else "")
+    return Row(name, f"slot_{kind}", batch, length, rows, feature=feature, planned=False)
+
+
+def model(kind: str, batch: int, length: int, heads: int, dim: int) -> Row:
+    """A model of two layers."""
+    return Row(
+        f"model-{kind}-d{dim}", "model", batch, length, length, (heads, heads), dim, feature=kind
+    )
+
+
 def host(kind: str, batch: int) -> Row:
     """Time of the host for a plan of decode or for one call of it."""
     length = 64 if kind == "run" else 4096
@@ -163,6 +186,13 @@ OTHER = [
     moved("rotary", 64), moved("append", 64), moved("merge", 64), moved("copy_page", 1),
     moved("compact", 1024),
     unplanned(decode(1, 4096)), unplanned(decode(64, 4096)), unplanned(prompts("ragged", 4, 4096)),
+    slot("decode", 32, 2048, feature="window"), slot("decode", 32, 2048, feature="window-rope"),
+    slot("prefill", 8, 2048, 256), slot("prefill", 8, 2048, 256, "window"),
+    slot("prefill", 8, 2048, 256, "window-rope"), slot("tree_paged", 16, 2048, 64),
+    slot("tree_ragged", 64, 64, 64),
+    model("attention", 4, 1024, 16, 64), model("attention", 1, 4096, 32, 128),
+    model("bert", 16, 512, 12, 64), model("gpt", 4, 1024, 12, 64), model("gpt", 1, 4096, 16, 128),
+    model("vit", 8, 577, 16, 80), model("vit", 8, 577, 16, 72),
     host("plan", 1), host("plan", 256), host("run", 1), host("run", 256),
 ]  # fmt: skip
 
@@ -178,6 +208,30 @@ TINY = [
     Row("tiny-merge", "merge", 40, heads=(4, 2), head_dim=32, dtype="float32"),
     Row("tiny-copy_page", "copy_page", 1, heads=(4, 2), head_dim=32, dtype="float32"),
     Row("tiny-compact", "compact", 32, heads=(4, 2), head_dim=32, dtype="float32"),
+    *(
+        Row(
+            f"tiny-slot-{kind}-{feature}",
+            f"slot_{kind}",
+            3,
+            70,
+            rows,
+            (4, 2),
+            32,
+            "float32",
+            planned=False,
+            feature=feature,
+        )
+        for kind, rows, feature in (
+            ("decode", 1, "window"),
+            ("decode", 1, "window-rope"),
+            ("prefill", 9, "window"),
+            ("prefill", 9, "window-rope"),
+        )
+    ),
+    Row("tiny-slot-tree_paged", "slot_tree_paged", 3, 70, 9, (4, 2), 32, "float32"),
+    Row("tiny-slot-tree_ragged", "slot_tree_ragged", 3, 20, 20, (4, 2), 32, "float32"),
+    Row("tiny-model", "model", 2, 12, 12, (4, 4), 16, "float32", feature="gpt"),
+    Row("tiny-model-attention", "model", 1, 16, 16, (2, 2), 32, "float32", feature="attention"),
     Row("tiny-host-plan", "host_plan", 3, 64, 1, (4, 2), 32, "float32"),
     Row("tiny-host-run", "host_run", 3, 64, 1, (4, 2), 32, "float32"),
 ]

@@ -48,7 +48,7 @@ def specification(name: str, row: Row) -> Any:
         Where it has no such kernel.
     """
     kind = {"host_run": "decode", "host_plan": "decode"}.get(row.kind, row.kind)
-    if kind in ("rotary", "copy_page", "compact"):
+    if kind in ("rotary", "copy_page", "compact", "model") or kind.startswith("slot"):
         raise Absent("flashinfer-python has no such operation")
     if not row.planned:
         raise Absent("see the row with a plan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import tvm_flashinfer
 
 from ..cases import Case
 from ..moves import THETA
-from ..work import CKV
+from ..work import CKV, WINDOW
 from . import Absent, Side
 from .host_loop import load_loop
 
@@ -173,6 +174,17 @@ def cache_arguments(case: Case, i: int) -> tuple[Any, ...]:
     return (q, *table, zeros, zeros, o, lse, *tail)
 
 
+def _slot(case: Any) -> tuple[list[tuple[Any, tuple]], str, str]:
+    """A slot of TVM's cache, bound with what the cache does not pass."""
+    name = {"decode": "decode_paged", "prefill": "prefill_paged"}
+    short = case.row.kind.removeprefix("slot_")
+    name = f"attention_{name.get(short, short)}"
+    options = {"layer_window": WINDOW} if case.windowed else {}
+    function = op(f"bind_{name}")(json.dumps(options))
+    calls = [(function, case.arguments(i)) for i in range(len(case.buffers))]
+    return calls, name, "cpu" if case.machine.kind == "cpu" else "batch_attention"
+
+
 def _unplanned(case: Case) -> tuple[list[tuple[Any, tuple]], str, str]:
     slot = {"decode": "decode_paged", "ragged": "prefill_ragged", "paged": "prefill_paged"}
     name = slot[case.row.kind]
@@ -216,6 +228,8 @@ def functions(case: Case, kernel: str | None = None) -> tuple[list[tuple[Any, tu
     """Function and arguments of each buffer, the name that calls count under, and the kernel."""
     if case.row.kind in ("rotary", "append", "merge", "copy_page", "compact"):
         return _moves(case)
+    if case.row.kind.startswith("slot"):
+        return _slot(case)
     if not case.row.planned:
         return _unplanned(case)
     return _planned(case, kernel)
@@ -229,6 +243,10 @@ def _side(name: str, case: Case, kernel: str | None = None) -> Side:
 
 def build(case: Case) -> Side:
     """Ours, with the kernel that its plan chooses."""
+    if case.row.kind == "model":
+        from ..models import counted as calls_of_models
+
+        return whole_model("ours", case, case.our_pipeline(), calls_of_models)
     if case.row.kind == "host_plan":
         function, arguments = Arguments(case).planner()
         return _makes_plans("ours", case, lambda: function(*arguments), 1)
@@ -245,6 +263,16 @@ def build_fa2(case: Case) -> Side:
     if side.kernel != "fa2":
         raise Absent(f"the plan was made for {side.kernel}")
     return side
+
+
+def whole_model(name: str, case: Any, pipeline: Any, done: Callable[[], int] | None) -> Side:
+    """A model that a pipeline compiled, which returns its output."""
+    run, outputs = case.compiled(case.row.dtype, pipeline), {}
+
+    def call() -> None:
+        outputs[0] = run()
+
+    return Side(name, [call], "model", done, returned=outputs.get, forget=lambda i: outputs.clear())
 
 
 def _makes_plans(name: str, case: Any, make: Callable[[], Any], inner: int) -> Side:
