@@ -71,10 +71,13 @@ def _request_kernels(
 ) -> None:
     """Build and load the unit that a call on a GPU needs; the native library asks for it."""
     from tvm_flashinfer.kernels import KernelSpec, device_arch, load
+    from tvm_flashinfer.kernels.spec import PLAIN_KINDS
 
     arch = (device_arch(device_id),)
     # The common unit comes along: it is needed by every call and compiles beside the other.
     specs = {KernelSpec("common", archs=arch)}
-    if kind != "common":
+    if kind in PLAIN_KINDS:
+        specs.add(KernelSpec(kind, archs=arch))
+    else:
         specs.add(KernelSpec(kind, dtype, head_dim_qk, head_dim_vo, arch, kv_dtype))
     load(sorted(specs, key=lambda spec: spec.name))

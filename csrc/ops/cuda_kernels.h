@@ -32,6 +32,11 @@ struct UnitSpec {
 /*! \brief The unit of the functions that serve every dtype and head_dim. */
 constexpr UnitSpec kCommonUnit{"common", kernels::DType::kFloat16, 0, 0};
 
+/*! \brief Units of further families, which serve every dtype and shape as well. */
+constexpr UnitSpec kNormUnit{"norm", kernels::DType::kFloat16, 0, 0};
+constexpr UnitSpec kCascadeUnit{"cascade", kernels::DType::kFloat16, 0, 0};
+constexpr UnitSpec kRopeUnit{"rope", kernels::DType::kFloat16, 0, 0};
+
 /*! \brief The launcher `op` of a unit that runs on `device`, or a RuntimeError. */
 void* RequireKernel(const Checker& check, const char* op, const UnitSpec& unit, DLDevice device);
 inline void* RequireKernel(const Checker& check, const UnitSpec& unit, DLDevice device) {
@@ -57,6 +62,14 @@ void Launch(const Checker& check, Fn function, Args&&... args) {
   const int status = function(std::forward<Args>(args)..., error);
   if (status == kernels::cuda::kBadArgument) check.FailValue(error);
   if (status != kernels::cuda::kOk) check.FailRuntime(error);
+}
+
+/*! \brief Launch `op` of a unit that serves every dtype and shape, on the current stream. */
+template <typename Fn, typename Args>
+void LaunchOf(const Checker& check, const UnitSpec& unit, const char* op, DLDevice device,
+              const Args& args) {
+  Launch(check, reinterpret_cast<Fn>(RequireKernel(check, op, unit, device)), args,
+         CurrentStream(device));
 }
 
 /*!

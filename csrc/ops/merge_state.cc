@@ -78,5 +78,35 @@ void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorVie
         device);
 }
 
+void MergeStates(TensorView v, TensorView s, TensorView v_merged, TensorView s_merged) {
+  const Checker check("merge_states");
+  const DLDevice device = check.Device("v", v);
+  const kernels::DType dtype = check.FloatDType("v", v);
+  const char* values = "(n, num_heads, head_dim)";
+  check.Rank("v", v, 4, "(n, num_states, num_heads, head_dim)");
+  const int64_t n = v.size(0), states = v.size(1), heads = v.size(2), dim = v.size(3);
+  check.Sizes32("v", v);
+  check.Contiguous("v", v);
+  check.Data("s", s, device, kFloat32, {n, states, heads}, "(n, num_states, num_heads)");
+  check.Data("v_merged", v_merged, device, v.dtype(), {n, heads, dim}, values);
+  check.Data("s_merged", s_merged, device, kFloat32, {n, heads}, "(n, num_heads)");
+  check.NoOverlap("v_merged", v_merged, {{"v", v}, {"s", s}, {"s_merged", s_merged}});
+  check.NoOverlap("s_merged", s_merged, {{"v", v}, {"s", s}});
+  const kernels::MergeStatesArgs args{dtype,
+                                      n,
+                                      states,
+                                      static_cast<int32_t>(heads),
+                                      static_cast<int32_t>(dim),
+                                      DataOf(v),
+                                      DataOf<float>(s),
+                                      DataOf(v_merged),
+                                      DataOf<float>(s_merged)};
+  if (IsCPU(device)) {
+    kernels::cpu::MergeManyStates(args);
+    return;
+  }
+  LaunchOf<kernels::cuda::MergeStatesFn>(check, kCascadeUnit, "merge_many_states", device, args);
+}
+
 }  // namespace ops
 }  // namespace tvm_flashinfer

@@ -109,6 +109,8 @@ void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, 
                 TensorView s_merged);
 void MergeStateInPlace(TensorView v, TensorView s, TensorView v_other, TensorView s_other);
 
+void MergeStates(TensorView v, TensorView s, TensorView v_merged, TensorView s_merged);
+
 void ApplyAttentionSinks(TensorView o, TensorView lse, TensorView sinks);
 
 // Methods of TVM's cache with what they have no argument for. They keep TVM's order, and `o` last.
@@ -128,6 +130,32 @@ void SplitQKVRotary(TensorView qkv, TensorView position_map, TensorView q, Tenso
                     int64_t rotary_dim, String rope_scaling);
 Function BindSplitQKVRotary(double rope_theta, double rope_scale, int64_t rotary_dim,
                             String rope_scaling);
+
+void ApplyRope(TensorView q, TensorView k, TensorView positions, double rope_theta,
+               double rope_scale, int64_t rotary_dim, String rope_scaling, TensorView q_out,
+               TensorView k_out);
+void ApplyRopeCosSinCache(TensorView q, TensorView k, TensorView positions,
+                          TensorView cos_sin_cache, int64_t interleaved, TensorView q_out,
+                          TensorView k_out);
+void BatchQKApplyRotaryInPlace(TensorView q, TensorView k, TensorView indptr, TensorView offsets,
+                               int64_t batch_size, int64_t num_qo_heads, int64_t num_kv_heads,
+                               int64_t head_dim, double rope_scale, double rope_theta);
+void SplitQKVRotaryAppend(TensorView qkv, TensorView positions, TensorView slots, double rope_theta,
+                          double rope_scale, int64_t rotary_dim, String rope_scaling,
+                          TensorView pages, TensorView q);
+void FindTokenSlots(TensorView qo_indptr, TensorView page_indptr, TensorView page_indices,
+                    TensorView last_page_len, int64_t page_size, TensorView positions,
+                    TensorView slots);
+
+void RMSNorm(TensorView x, TensorView weight, double eps, TensorView out);
+void GemmaRMSNorm(TensorView x, TensorView weight, double eps, TensorView out);
+void FusedAddRMSNorm(TensorView x, TensorView residual, TensorView weight, double eps,
+                     TensorView out, TensorView sum);
+void GemmaFusedAddRMSNorm(TensorView x, TensorView residual, TensorView weight, double eps,
+                          TensorView out, TensorView sum);
+void SiluAndMul(TensorView x, TensorView out);
+void GeluAndMul(TensorView x, TensorView out);
+void GeluTanhAndMul(TensorView x, TensorView out);
 
 void AppendPagedKVCache(TensorView pages, TensorView k, TensorView v, TensorView position_map);
 Function BindAppendPagedKVCache(String options);

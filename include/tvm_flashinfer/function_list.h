@@ -30,6 +30,7 @@
   X(cache_slot_with_slopes, MakeCacheSlotWithSlopes)                       \
   X(merge_state, MergeState)                                               \
   X(merge_state_in_place, MergeStateInPlace)                               \
+  X(merge_states, MergeStates)                                             \
   X(apply_attention_sinks, ApplyAttentionSinks)                            \
   X(cache_attention_in_window, CacheAttentionInWindow)                     \
   X(cache_self_attention_in_window, CacheSelfAttentionInWindow)            \
@@ -38,6 +39,18 @@
   X(cache_attention_with_sinks_in_window, CacheAttentionWithSinksInWindow) \
   X(split_qkv_rotary, SplitQKVRotary)                                      \
   X(bind_split_qkv_rotary, BindSplitQKVRotary)                             \
+  X(apply_rope, ApplyRope)                                                 \
+  X(apply_rope_cos_sin_cache, ApplyRopeCosSinCache)                        \
+  X(batch_qk_apply_rotary_in_place, BatchQKApplyRotaryInPlace)             \
+  X(split_qkv_rotary_append, SplitQKVRotaryAppend)                         \
+  X(token_slots, FindTokenSlots)                                           \
+  X(rmsnorm, RMSNorm)                                                      \
+  X(gemma_rmsnorm, GemmaRMSNorm)                                           \
+  X(fused_add_rmsnorm, FusedAddRMSNorm)                                    \
+  X(gemma_fused_add_rmsnorm, GemmaFusedAddRMSNorm)                         \
+  X(silu_and_mul, SiluAndMul)                                              \
+  X(gelu_and_mul, GeluAndMul)                                              \
+  X(gelu_tanh_and_mul, GeluTanhAndMul)                                     \
   X(append_paged_kv_cache, AppendPagedKVCache)                             \
   X(bind_append_paged_kv_cache, BindAppendPagedKVCache)                    \
   X(copy_single_page, CopySinglePage)                                      \

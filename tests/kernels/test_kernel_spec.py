@@ -74,7 +74,8 @@ def test_definitions():
 
 def test_every_preset_is_supported():
     counts = {
-        "common": 1, "fp16-d128": 7, "bf16-d128": 7, "fp16-mla": 6, "bf16-mla": 6, "all": 47,
+        "common": 1, "ops": 4, "fp16-d128": 7, "bf16-d128": 7, "fp16-mla": 6, "bf16-mla": 6,
+        "all": 50,
     }  # fmt: skip
     for preset, count in counts.items():
         specs = preset_specs(preset)
@@ -107,9 +108,10 @@ def test_every_preset_is_supported():
         (KernelSpec("batch_mla", "float16", 576, 576), "576 for values", "576 and 512"),
         (KernelSpec("batch_mla_sm90", "float16", 576, 512, ("80", "90a")), "80, 90a", "90a alone"),
         (KernelSpec("batch_prefill_paged_sm90", "float16", 64, archs=("90",)), "90", "90a alone"),
-        (KernelSpec("sampling", "float16", 128), "'sampling'", "batch_decode"),
+        (KernelSpec("single_decode", "float16", 128), "'single_decode'", "batch_decode"),
         (KernelSpec("common", "float16"), "no dtype", "leave it out"),
         (KernelSpec("common", None, 128), "no head_dim", "leave it out"),
+        (KernelSpec("norm", "float16"), "'norm' has no dtype", "leave it out"),
     ],
 )
 def test_reasons_say_what_was_got_and_what_there_is(spec, got, expected):
@@ -137,7 +139,7 @@ def test_check_reports_each_reason_once():
 
 
 def test_unknown_preset():
-    with pytest.raises(UnsupportedKernelError, match="'llama'; there are common, fp16-d128"):
+    with pytest.raises(UnsupportedKernelError, match="'llama'; there are common, ops, fp16-d128"):
         preset_specs("llama")
 
 

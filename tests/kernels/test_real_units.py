@@ -18,12 +18,13 @@ from tvm_flashinfer.kernels import (
     missing_tools,
 )
 from tvm_flashinfer.kernels.errors import KernelError
+from tvm_flashinfer.kernels.spec import plain_specs
 
 pytestmark = pytest.mark.nvcc
 
 ARCHS = ("80",)
 SPECS = [
-    KernelSpec("common", archs=ARCHS),
+    *plain_specs(ARCHS),
     KernelSpec("batch_prefill_paged", "float16", 64, archs=ARCHS),
     KernelSpec("batch_decode", "float16", 64, archs=ARCHS),
     KernelSpec("batch_attention", "bfloat16", 96, archs=ARCHS),
@@ -80,7 +81,10 @@ def test_units_compile_and_load_without_a_gpu() -> None:
         "batch_prefill_paged:f16:d64@80",
         "batch_prefill_plan@80",
         "batch_prefill_ragged_sm90:f16:d128@90a",
+        "merge_many_states@80",
         "merge_state@80",
+        "move_rotated@80",
+        "norm_rows@80",
     ):
         assert name in loaded
 

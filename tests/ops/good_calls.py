@@ -205,6 +205,67 @@ class Maker:
         bound = self.ops.bind_split_qkv_rotary(*ROPE.values())
         return Example(bound, {k: x for k, x in self.rotary().items() if k not in ROPE})
 
+    def rotary_append(self) -> Args:
+        """Of a fused tensor into pages."""
+        return {
+            "qkv": self.given(3, 8, 64),
+            "positions": self.ints([4, 5, 900]),
+            "slots": self.ints([5, 63, -1]),
+            **ROPE,
+            "pages": self.given(4, 2, 2, 16, 64),
+            "q": self.out(3, 4, 64),
+        }
+
+    def apply_rope(self, **angles: Any) -> Args:
+        """Of queries and keys, into others."""
+        heads: Args = {"q": self.given(7, 4, 64), "k": self.given(7, 2, 64)}
+        outs: Args = {"q_out": self.out(7, 4, 64), "k_out": self.out(7, 2, 64)}
+        return heads | {"positions": self.ints(np.arange(7) * 9), **angles} | outs
+
+    def apply_rope_in_place(self) -> Args:
+        """Of two requests."""
+        return {
+            "q": self.given(7, 4, 64),
+            "k": self.given(7, 2, 64),
+            "indptr": self.ints([0, 3, 7]),
+            "offsets": self.ints([4, 0]),
+            "batch_size": 2,
+            "num_qo_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 64,
+            "rope_scale": 1.0,
+            "rope_theta": 1e4,
+        }
+
+    def token_slots(self) -> Args:
+        """Of two requests."""
+        return {
+            "qo_indptr": self.ints([0, 3, 4]),
+            "page_indptr": self.ints([0, 1, 3]),
+            "page_indices": self.ints([2, 0, 1]),
+            "last_page_len": self.ints([3, 1]),
+            "page_size": 16,
+            "positions": self.out(4, dtype="int32"),
+            "slots": self.out(4, dtype="int32"),
+        }
+
+    def norm(self, adds: bool) -> Args:
+        """Five rows, with a residual or without."""
+        names = ("x", "residual") if adds else ("x",)
+        outs = ("out", "sum") if adds else ("out",)
+        inputs: Args = {name: self.given(5, 64) for name in names}
+        rest: Args = {"weight": self.given(64), "eps": 1e-6}
+        return inputs | rest | {name: self.out(5, 64) for name in outs}
+
+    def many_states(self) -> Args:
+        """Three states of each row."""
+        return {
+            "v": self.given(9, 3, 4, 64),
+            "s": self.given(9, 3, 4, dtype="float32"),
+            "v_merged": self.out(9, 4, 64),
+            "s_merged": self.out(9, 4, dtype="float32"),
+        }
+
     def append(self) -> Args:
         """Three rows into four pages."""
         return {
@@ -277,10 +338,26 @@ MAKERS: dict[str, Callable[[Maker], Args | Example]] = {
     },
     "merge_state": lambda m: m.states(_MERGED),
     "merge_state_in_place": lambda m: m.states("v s v_other s_other"),
+    "merge_states": Maker.many_states,
     "apply_attention_sinks": Maker.sinks,
     "split_qkv_rotary": Maker.rotary,
     "bind_split_qkv_rotary": lambda _: dict(ROPE),
     "bind_split_qkv_rotary()": Maker.bound_rotary,
+    "apply_rope": lambda m: m.apply_rope(**ROPE),
+    "apply_rope_cos_sin_cache": lambda m: m.apply_rope(
+        cos_sin_cache=m.given(60, 64, dtype="float32"), interleaved=0
+    ),
+    "batch_qk_apply_rotary_in_place": Maker.apply_rope_in_place,
+    "split_qkv_rotary_append": Maker.rotary_append,
+    "token_slots": Maker.token_slots,
+    "rmsnorm": lambda m: m.norm(False),
+    "gemma_rmsnorm": lambda m: m.norm(False),
+    "fused_add_rmsnorm": lambda m: m.norm(True),
+    "gemma_fused_add_rmsnorm": lambda m: m.norm(True),
+    **{
+        f"{name}_and_mul": lambda m: {"x": m.given(5, 128), "out": m.out(5, 64)}
+        for name in ("silu", "gelu", "gelu_tanh")
+    },
     "append_paged_kv_cache": Maker.append,
     "bind_append_paged_kv_cache": lambda _: dict(OPTIONS),
     "bind_append_paged_kv_cache()": lambda m: Example(

@@ -296,6 +296,47 @@ def test_checked_contents_are_refused(ops, stream, rng, monkeypatch):
     batch.run_check(ops)
 
 
+def test_norms_and_rotary_append(ops, stream, rng):
+    """Norm, gate and rotated append in one graph: positions and slots are read in each replay."""
+    device, rows = stream.device, 3
+    made = {
+        "x": normal(rng, (rows, 8 * 64), "float16"),
+        "weight": normal(rng, (8 * 64,), "float16"),
+        "positions": np.zeros(rows, np.int32),
+        "slots": np.zeros(rows, np.int32),
+        "pages": np.zeros((4, 2, 2, 16, 64), np.float16),
+    }
+    held = {name: to_device(x, device) for name, x in made.items()}
+    normed = poisoned((rows, 8 * 64), "float16", device)
+    q = poisoned((rows, 4, 64), "float16", device)
+    gate = poisoned((rows, 4 * 64), "float16", device)
+    t = {name: x.tensor for name, x in held.items()}
+
+    def body() -> None:
+        ops.rmsnorm(t["x"], t["weight"], 1e-6, normed.tensor)
+        ops.split_qkv_rotary_append(
+            normed.tensor, t["positions"], t["slots"], 1e4, 1.0, 64, "{}", t["pages"], q.tensor
+        )
+        ops.silu_and_mul(normed.tensor, gate.tensor)
+
+    with stream.current():
+        body()
+    graph = Graph(stream, body)
+    for step in range(3):
+        held["positions"].write(np.arange(rows, dtype=np.int32) + 7 * step)
+        held["slots"].write(np.arange(rows, dtype=np.int32) * 16 + step)
+        held["x"].write(normal(rng, (rows, 8 * 64), "float16"))
+        graph.replay()
+        outputs = [x.numpy() for x in (q, gate, held["pages"])]
+        with stream.current():
+            body()
+        for got, holder in zip(outputs, (q, gate, held["pages"]), strict=True):
+            np.testing.assert_array_equal(got, holder.numpy())
+            assert np.isfinite(got).all()
+            assert got.any()
+    graph.close()
+
+
 def check_replay(graph: Graph, batch: CacheBatch) -> None:
     """Replay over outputs that hold NaN, and compare with float64."""
     for name in ("o", "lse"):

@@ -100,6 +100,12 @@ ALLOWED = [
     # Strided inputs; a stride of 0 is one.
     (".*", "q|k|v|[kv]_pages|q_nope|q_pe|ckv|kpe|qkv", r"gaps|axis \d repeated"),
     (r".*\(\)", "pages", r"gaps|axis \d repeated"),
+    (".*rmsnorm|.*_and_mul", "x|residual", r"gaps|axis \d repeated"),
+    # More positions or fewer, and no rotated dimension.
+    (".*", "cos_sin_cache", "axis 0 (shorter|longer)|axis 1 empty"),
+    # Outputs that may be slices of fused projections.
+    ("apply_rope.*", "[qk]_out", "gaps"),
+    (".*rmsnorm", "out|sum", "gaps"),
     # Workspaces are of use on CUDA alone; a run takes a larger one for what it computes.
     (".*_plan", ".*workspace", r"axis 0 \w+"),
     (".*_run", "float_workspace", "axis 0 longer"),
@@ -124,9 +130,9 @@ ALLOWED = [
     (r"bind_attention.*\(\)|single_.*", "rope_scale|rope_theta", "nan|-?inf|1e.300"),
     ("single_.*", "scratch", r"float64|int64|other kind|device|rank.*|axis 0 \w+|gaps|sparse"),
     # Large, and all the same a number with angles that are finite.
-    (".*split_qkv_rotary", "rope_theta", "1e.300"),
+    (".*(split_qkv_rotary|apply_r).*", "rope_theta", "1e.300"),
     # Configurations of models hold more than we read.
-    (".*split_qkv_rotary", "rope_scaling", ".*nothing.*"),
+    (".*(split_qkv_rotary|apply_rope).*", "rope_scaling", ".*nothing.*"),
 ]
 
 #: What is said instead of an argument: numbers that its shape gives.

@@ -12,7 +12,11 @@ from tvm_flashinfer.kernels.errors import UnsupportedKernelError
 KINDS = (
     "common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode", "batch_attention",
     "batch_mla", "batch_mla_sm90", "batch_prefill_paged_sm90", "batch_prefill_ragged_sm90",
+    "norm", "cascade", "rope",
 )  # fmt: skip
+
+#: Kinds that serve every dtype and shape: what all attention needs, and families of their own.
+PLAIN_KINDS = ("common", *KINDS[9:])
 
 #: Kinds that are compiled once per dtype and head dimension.
 ATTENTION_KINDS = KINDS[1:5]
@@ -128,9 +132,9 @@ class KernelSpec:
     kind : str
         One of `KINDS`.
     dtype : str, optional
-        ``"float16"`` or ``"bfloat16"``, of queries and outputs. None for ``"common"``.
+        ``"float16"`` or ``"bfloat16"``, of queries and outputs. None for `PLAIN_KINDS`.
     head_dim_qk, head_dim_vo : int, optional
-        Head dimension of queries and keys, and of values and outputs. None for ``"common"``.
+        Head dimension of queries and keys, and of values and outputs. None for `PLAIN_KINDS`.
         `head_dim_vo` is `head_dim_qk` when it is left out.
     archs : tuple of str
         GPU architectures, such as ``("80", "90a")``.
@@ -252,9 +256,9 @@ def _kind_reasons(spec: KernelSpec) -> list[str]:
 
 
 def _dtype_reasons(spec: KernelSpec) -> list[str]:
-    if spec.kind == "common":
+    if spec.kind in PLAIN_KINDS:
         has_none = spec.dtype is None and spec.kv_dtype is None
-        return [] if has_none else ["the unit 'common' has no dtype; leave it out"]
+        return [] if has_none else [f"the unit {spec.kind!r} has no dtype; leave it out"]
     if spec.dtype not in DTYPES:
         return [f"the dtype is {spec.dtype}; CUDA attention has {' and '.join(DTYPES)}"]
     if spec.kv_dtype == spec.dtype:
@@ -274,8 +278,10 @@ def _dtype_reasons(spec: KernelSpec) -> list[str]:
 
 def _head_dim_reasons(spec: KernelSpec) -> list[str]:
     dims = (spec.head_dim_qk, spec.head_dim_vo)
-    if spec.kind == "common":
-        return [] if dims == (None, None) else ["the unit 'common' has no head_dim; leave it out"]
+    if spec.kind in PLAIN_KINDS:
+        if dims == (None, None):
+            return []
+        return [f"the unit {spec.kind!r} has no head_dim; leave it out"]
     if spec.kind == "batch_attention":
         supported = ", ".join(map(str, DEVICE_SCHEDULED_HEAD_DIMS))
         return [
@@ -358,15 +364,22 @@ def mla_specs(
     return specs
 
 
-#: Sets of specs to build ahead of time: dtypes, head dimensions, and whether latent attention is in
-#: it. Each holds ``common``.
-PRESETS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...], bool]] = {
-    "common": ((), (), False),
-    "fp16-d128": (("float16",), (128,), False),
-    "bf16-d128": (("bfloat16",), (128,), False),
-    "fp16-mla": (("float16",), (), True),
-    "bf16-mla": (("bfloat16",), (), True),
-    "all": (tuple(DTYPES), HEAD_DIMS, True),
+def plain_specs(archs: Iterable[str] = DEFAULT_ARCHS) -> list[KernelSpec]:
+    """Return the units that serve every dtype and shape: ``common``, norms, rotary embedding..."""
+    archs = parse_archs(archs)
+    return [KernelSpec(kind, archs=archs) for kind in PLAIN_KINDS]
+
+
+#: Sets of specs to build ahead of time: dtypes, head dimensions, whether latent attention is in it,
+#: and whether all of `PLAIN_KINDS` are. Each holds ``common``.
+PRESETS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...], bool, bool]] = {
+    "common": ((), (), False, False),
+    "ops": ((), (), False, True),
+    "fp16-d128": (("float16",), (128,), False, False),
+    "bf16-d128": (("bfloat16",), (128,), False, False),
+    "fp16-mla": (("float16",), (), True, False),
+    "bf16-mla": (("bfloat16",), (), True, False),
+    "all": (tuple(DTYPES), HEAD_DIMS, True, True),
 }
 
 
@@ -376,7 +389,8 @@ def preset_specs(preset: str, archs: Iterable[str] = DEFAULT_ARCHS) -> list[Kern
     Parameters
     ----------
     preset : str
-        ``"common"``: no attention. ``"fp16-d128"`` and ``"bf16-d128"``: what models with the head
+        ``"common"``: no attention. ``"ops"``: norms, rotary embedding and what else is for every
+        dtype and shape. ``"fp16-d128"`` and ``"bf16-d128"``: what models with the head
         dimension of Llama, Qwen and Mistral need in that dtype. ``"fp16-mla"`` and ``"bf16-mla"``:
         what DeepSeek's models need. ``"all"``: all of these, for every head dimension.
     archs : iterable of str
@@ -384,7 +398,11 @@ def preset_specs(preset: str, archs: Iterable[str] = DEFAULT_ARCHS) -> list[Kern
     """
     if preset not in PRESETS:
         raise UnsupportedKernelError([f"the preset is {preset!r}; there are {', '.join(PRESETS)}"])
-    dtypes, head_dims, has_mla = PRESETS[preset]
+    dtypes, head_dims, has_mla, has_plain = PRESETS[preset]
     archs = parse_archs(archs)
     specs = attention_specs(dtypes, head_dims, archs)
-    return list(dict.fromkeys(specs + (mla_specs(dtypes, archs) if has_mla else [])))
+    if has_mla:
+        specs += mla_specs(dtypes, archs)
+    if has_plain:
+        specs += plain_specs(archs)
+    return list(dict.fromkeys(specs))

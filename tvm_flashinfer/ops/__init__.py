@@ -23,25 +23,55 @@ from tvm_flashinfer.ops.cache import (
     merge_state_in_place,
     split_qkv_rotary,
 )
+from tvm_flashinfer.ops.cascade import Level, cascade_attention, merge_states
+from tvm_flashinfer.ops.norm import (
+    fused_add_rmsnorm,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    rmsnorm,
+    silu_and_mul,
+)
 from tvm_flashinfer.ops.plans import BatchDecode, BatchPrefill, Workspaces
+from tvm_flashinfer.ops.rope import (
+    apply_rope,
+    apply_rope_cos_sin_cache,
+    split_qkv_rotary_append,
+    token_slots,
+)
 from tvm_flashinfer.ops.sampling import sample_from_probs
 
 __all__ = [
     "BatchDecode",
     "BatchPrefill",
+    "Level",
     "Workspaces",
     "append_paged_kv_cache",
     "apply_attention_sinks",
+    "apply_rope",
+    "apply_rope_cos_sin_cache",
     "attention",
     "attention_paged",
     "attention_ragged",
+    "cascade_attention",
     "copy_single_page",
     "decode_paged",
+    "fused_add_rmsnorm",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
     "merge_state",
     "merge_state_in_place",
+    "merge_states",
     "pack_mask",
+    "rmsnorm",
     "sample_from_probs",
+    "silu_and_mul",
     "single_decode",
     "single_prefill",
     "split_qkv_rotary",
+    "split_qkv_rotary_append",
+    "token_slots",
 ]

@@ -1,4 +1,4 @@
-// Merge of states, sinks, and split of QKV with rotary embedding: rows that know nothing of each
+// Merge of states, sinks, norms, activations and rotary embedding: rows that know nothing of each
 // other.
 #include <algorithm>
 
@@ -44,6 +44,51 @@ void SplitQKVRotary(const SplitRotaryArgs& args) {
   const KernelTable& kernels = ActiveKernels();
   ParallelForRanges(args.num_rows, cost_ns,
                     [&](int64_t begin, int64_t end) { kernels.split_rotary(args, begin, end); });
+}
+
+void NormRows(const NormArgs& args) {
+  const double cost_ns = 20 + 0.3 * args.dim;
+  const KernelTable& kernels = ActiveKernels();
+  ParallelForRanges(args.num_rows * args.num_heads, cost_ns,
+                    [&](int64_t begin, int64_t end) { kernels.norm_rows(args, begin, end); });
+}
+
+void GateRows(const GatedArgs& args) {
+  const double cost_ns = 20 + 0.5 * args.dim;
+  const KernelTable& kernels = ActiveKernels();
+  ParallelForRanges(args.num_rows, cost_ns,
+                    [&](int64_t begin, int64_t end) { kernels.gate_rows(args, begin, end); });
+}
+
+void MergeManyStates(const MergeStatesArgs& args) {
+  const double cost_ns = 20 + args.num_states * (20 + 0.1 * args.head_dim);
+  const KernelTable& kernels = ActiveKernels();
+  ParallelForRanges(args.num_rows * args.num_heads, cost_ns, [&](int64_t begin, int64_t end) {
+    kernels.merge_many_states(args, begin, end);
+  });
+}
+
+void MoveRotated(const RotaryMoveArgs& args) {
+  const int64_t num_heads = int64_t{args.q.num_heads} + args.k.num_heads + args.v.num_heads;
+  const double cost_ns = 2.0 * args.rotary_dim + num_heads * (5 + 0.15 * args.head_dim);
+  const KernelTable& kernels = ActiveKernels();
+  ParallelForRanges(args.num_rows, cost_ns,
+                    [&](int64_t begin, int64_t end) { kernels.move_rotated(args, begin, end); });
+}
+
+void FindTokenSlots(const TokenSlotsArgs& args) {
+  ParallelFor(args.batch_size, 2.0 * args.num_rows, [&](int64_t b) {
+    const int64_t first = args.qo_indptr[b], rows = args.qo_indptr[b + 1] - first;
+    const int64_t pages = args.page_indptr[b + 1] - args.page_indptr[b];
+    const int64_t keys = pages == 0 ? 0 : (pages - 1) * args.page_size + args.last_page_len[b];
+    const int32_t* indices = args.page_indices + args.page_indptr[b];
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t position = keys - rows + i;
+      args.positions[first + i] = static_cast<int32_t>(position);
+      args.slots[first + i] = static_cast<int32_t>(
+          int64_t{indices[position / args.page_size]} * args.page_size + position % args.page_size);
+    }
+  });
 }
 
 }  // namespace cpu

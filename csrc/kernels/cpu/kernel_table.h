@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "../row_types.h"
 #include "../types.h"
 #include "attention_block.h"
 
@@ -38,6 +39,15 @@ struct KernelTable {
   /*! \brief Write n elements divided by scale as 8-bit ones, saturated. */
   void (*quantize_row)(DType from, DType to, const void* source, int64_t n, float scale,
                        uint8_t* target);
+
+  /*! \brief Norm of the pairs (row, head) numbered [begin, end). */
+  void (*norm_rows)(const NormArgs& args, int64_t begin, int64_t end);
+  /*! \brief Gated activation of the rows [begin, end). */
+  void (*gate_rows)(const GatedArgs& args, int64_t begin, int64_t end);
+  /*! \brief Merge many states of the pairs (row, head) numbered [begin, end). */
+  void (*merge_many_states)(const MergeStatesArgs& args, int64_t begin, int64_t end);
+  /*! \brief Rotate and move the heads of the rows [begin, end). */
+  void (*move_rotated)(const RotaryMoveArgs& args, int64_t begin, int64_t end);
 };
 
 namespace baseline {

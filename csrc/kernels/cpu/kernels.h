@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "../row_types.h"
 #include "../types.h"
 
 namespace tvm_flashinfer {
@@ -27,6 +28,11 @@ void AppendRows(const AppendRowsArgs& args);
 void CopyRows(const CopyRowsArgs& args);
 void ReadRows(const ReadRowsArgs& args);
 void SampleFromProbs(const SampleArgs& args);
+void NormRows(const NormArgs& args);
+void GateRows(const GatedArgs& args);
+void MergeManyStates(const MergeStatesArgs& args);
+void MoveRotated(const RotaryMoveArgs& args);
+void FindTokenSlots(const TokenSlotsArgs& args);
 
 /*! \brief Worker threads in use, the caller's included. */
 int NumThreads();

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "../row_types.h"
 #include "../types.h"
 
 namespace tvm_flashinfer {
@@ -157,6 +158,12 @@ using ReadPagesFn = int (*)(const ReadPagesArgs& args, CudaStream stream, char* 
 using AppendRowsFn = int (*)(const AppendRowsArgs& args, CudaStream stream, char* error);
 using CopyRowsFn = int (*)(const CopyRowsArgs& args, CudaStream stream, char* error);
 using ReadRowsFn = int (*)(const ReadRowsArgs& args, CudaStream stream, char* error);
+
+using NormFn = int (*)(const NormArgs& args, CudaStream stream, char* error);
+using GateFn = int (*)(const GatedArgs& args, CudaStream stream, char* error);
+using MergeStatesFn = int (*)(const MergeStatesArgs& args, CudaStream stream, char* error);
+using RotaryMoveFn = int (*)(const RotaryMoveArgs& args, CudaStream stream, char* error);
+using TokenSlotsFn = int (*)(const TokenSlotsArgs& args, CudaStream stream, char* error);
 
 /*! \brief Compute capability of a device, for the choice of units. */
 using DeviceArchFn = int (*)(int32_t device_id, int* major, int* minor, char* error);

@@ -5,21 +5,12 @@
 #include <algorithm>
 
 #include "angle.cuh"
+#include "frequencies.cuh"
 #include "vector.cuh"
 
 namespace tvm_flashinfer {
 namespace kernels {
 namespace cuda {
-
-/*!
- * \brief Frequencies as a kernel parameter: they reach the kernel without a device allocation. Most
- * models have few, and a launch takes longer the more bytes it has.
- */
-template <int kCount>
-struct InverseFrequencies {
-  float values[kCount];
-};
-constexpr int kFewFrequencies = 64;
 
 template <typename T>
 struct SplitRotaryParams {

@@ -2,6 +2,7 @@
 #ifndef TVM_FLASHINFER_KERNELS_CPU_ISA_MERGE_H_
 #define TVM_FLASHINFER_KERNELS_CPU_ISA_MERGE_H_
 
+#include "../../row_types.h"
 #include "elements.h"
 
 namespace tvm_flashinfer {
@@ -50,6 +51,49 @@ void MergeStatesOf(const MergeStateArgs& args, int64_t begin, int64_t end) {
     }
     args.s_merged[i] = top + __builtin_log2f(total);
   }
+}
+
+/*! \brief The same for any number of states of a row, which are weighted by their largest. */
+template <typename Element>
+void MergeManyOf(const MergeStatesArgs& args, int64_t begin, int64_t end) {
+  typedef typename Element::Raw Raw;
+  const float empty = -__builtin_inff();
+  const int64_t dim = args.head_dim, heads = args.num_heads, states = args.num_states;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t first = i / heads * states * heads + i % heads;
+    float top = empty, total = 0.0f;
+    for (int64_t j = 0; j < states; ++j) {
+      const float s = args.s[first + j * heads];
+      top = s > top || s != s ? s : top;
+    }
+    auto weight = [&](int64_t j) {
+      const float s = args.s[first + j * heads];
+      return s == empty ? 0.0f : s == top ? 1.0f : __builtin_exp2f(s - top);
+    };
+    for (int64_t j = 0; j < states; ++j) total += weight(j);
+    Raw* merged = static_cast<Raw*>(args.v_merged) + i * dim;
+    args.s_merged[i] = top == empty ? empty : top + __builtin_log2f(total);
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const int64_t n = dim - d < kLanes ? dim - d : kLanes;
+      Vec sum = {};
+      for (int64_t j = 0; j < states; ++j) {
+        const float w = weight(j);
+        if (w == 0.0f) continue;  // its values may be anything, NaN included
+        const Raw* v = static_cast<const Raw*>(args.v) + (first + j * heads) * dim + d;
+        sum += (n == kLanes ? Element::LoadVec(v) : LoadPart<Element>(v, n)) * (w / total);
+      }
+      if (n == kLanes) {
+        Element::StoreVec(merged + d, sum);
+      } else {
+        StorePart<Element>(merged + d, n, sum);
+      }
+    }
+  }
+}
+
+void MergeManyStates(const MergeStatesArgs& args, int64_t begin, int64_t end) {
+  DispatchFloat(args.dtype,
+                [&](auto element) { MergeManyOf<decltype(element)>(args, begin, end); });
 }
 
 void MergeStates(const MergeStateArgs& args, int64_t begin, int64_t end) {

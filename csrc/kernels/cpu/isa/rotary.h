@@ -94,7 +94,9 @@ struct RowAngles {
   float cosines[2 * kMaxRotaryPairs + kLanes];
 };
 
-void ComputeAngles(const SplitRotaryArgs& args, int32_t position, RowAngles* out) {
+/*! \brief The angles of a position; args has the frequencies, as SplitRotaryArgs. */
+template <typename Args>
+void ComputeAngles(const Args& args, int32_t position, RowAngles* out) {
   const int64_t pairs = args.rotary_dim / 2;
   // The product is rounded to float, as TVM's is.
   const float p = static_cast<float>(position);

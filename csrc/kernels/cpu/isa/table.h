@@ -1,9 +1,12 @@
 // The kernel table of one instruction set. isa/*.cc define TVM_FLASHINFER_ISA and include this.
 #include "../kernel_table.h"
+#include "activation.h"
 #include "attention.h"
 #include "float8.h"
 #include "merge.h"
+#include "norm.h"
 #include "rotary.h"
+#include "rotary_move.h"
 #include "sinks.h"
 
 namespace tvm_flashinfer {
@@ -19,7 +22,11 @@ const KernelTable kKernelTable = {TVM_FLASHINFER_ISA_NAME,
                                   MergeStates,
                                   ApplySinks,
                                   SplitRotary,
-                                  QuantizeRow};
+                                  QuantizeRow,
+                                  NormRows,
+                                  GateRows,
+                                  MergeManyStates,
+                                  MoveRotated};
 
 }  // namespace TVM_FLASHINFER_ISA
 }  // namespace cpu
