@@ -83,7 +83,8 @@ def print_row(entry: dict[str, Any]) -> None:
         if "clocks_agree" in side:
             graph = side["graph_us"]
             line += f"  graph {graph:.1f}" if graph else f"  no graph: {side['not_captured'][:60]}"
-            line += f"  CUPTI {side['profiler_us']:.1f} {', '.join(side['kernels'])}"
+            if side["kernels"]:
+                line += f"  CUPTI {side['profiler_us']:.1f} {', '.join(side['kernels'])}"
             line += "" if side["clocks_agree"] else "  THE CLOCKS DIFFER"
         print(line)
     for reason, names in absent.items():

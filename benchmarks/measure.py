@@ -182,12 +182,15 @@ class Measured:
         found: dict[str, Any] = {}
         used = self._window()
         try:
+            if self.slow:
+                raise NotCaptured("calls of more than 20 ms are not measured again")
             seconds = self._checked_once(used, self.machine.graph_timed)
             found["graph_us"] = seconds * 1e6
         except NotCaptured as error:
             found["graph_us"], found["not_captured"] = None, str(error)
         sample = used[:20]
         profile = self._checked(sample, self.machine.kernels)
+        found["kernels"] = found["profiler_us"] = None
         if profile is not None:
             kernels, seconds = profile
             if sum(kernels.values()) < len(sample):

@@ -119,7 +119,7 @@ class Model(Case):
         return self.machine.put(output.astype(np.float64))
 
     def poison(self, i: int) -> None:
-        """Nothing: what a model returns is dropped before each timing."""
+        """Nothing: what a model returned is filled with NaN by its side."""
 
     def found(self, i: int, returned: Any) -> Any:
         """All of what the model returned."""

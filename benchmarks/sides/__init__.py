@@ -46,7 +46,7 @@ class Side:
     returned : callable, optional
         The output of a buffer's last call, for sides that return it.
     forget : callable, optional
-        Fill and drop what was returned.
+        Fill what was returned with NaN.
     inner : int
         How often one of `calls` calls the function that is timed.
     """

@@ -231,6 +231,18 @@ def test_graphs_of_no_kernel(timed: Any, case: Any, steady: Side) -> None:
     assert "started 0 kernels" in timed(steady)["fake"]["refused"]
 
 
+def test_graphs_without_a_profiler(
+    timed: Any, case: Any, steady: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be profiled the figures stand, without the names of kernels."""
+    monkeypatch.setattr(
+        case.machine, "kernels", lambda *given: Processor.kernels(case.machine, *given)
+    )
+    found = timed(steady)["fake"]
+    assert found["kernels"] is None
+    assert "us" in found
+
+
 def test_graphs_whose_clocks_differ(timed: Any, case: Any, steady: Side) -> None:
     case.machine.factor = 1000.0
     assert timed(steady)["fake"]["clocks_agree"] is False
