@@ -1,6 +1,7 @@
 # make demo         a real model answers a prompt (PROMPT=..., DEVICE=cpu|cuda, DTYPE=..., MAX_TOKENS=...)
 # make demo-gemma3  Gemma 3 270M continues a text; the same variables
 # make test         what CI runs: checks of style, tests on CPU, a compile of CUDA units where nvcc is
+# make test-native  the tests in C++ on CPU; make test runs them too
 # make docs         the documentation as a site, in build/site; make test builds it too
 # make test-gpu     the same op tests on a GPU
 # make clean        removes what the other targets made
@@ -20,7 +21,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc include cmake tvm_fla
   \( -name '*.py' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.txt' \
   -o -name '*.cmake' \) -not -path '*/lib/*')
 
-.PHONY: demo demo-gemma3 test docs test-gpu lint clean
+.PHONY: demo demo-gemma3 test test-native docs test-gpu lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,8 +60,16 @@ demo-gemma3: $(VENV)/.gemma3
 lint: $(VENV)/.test
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
-test: lint
+test: lint test-native
 	$(BIN)/python -m pytest
+
+# Against the library that was installed; a Ninja of the environment, whatever the system has.
+test-native: $(VENV)/.test
+	$(BIN)/cmake -S tests/native -B build/native -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" -Dtvm_flashinfer_DIR="$(CURDIR)/cmake" \
+	  -DPython_EXECUTABLE="$(abspath $(BIN))/python"
+	$(BIN)/cmake --build build/native
+	$(BIN)/ctest --test-dir build/native --label-regex cpu --output-on-failure --parallel 2
 
 docs: $(VENV)/.test
 	$(BIN)/python -m mkdocs build --strict
