@@ -7,7 +7,8 @@ were made. Repeats of the sides take turns, with pauses. Times come from CUDA ev
 that were all issued before the first one began; a graph replay and CUPTI measure them again.
 
 Nothing is reported for a side that left an output, was wrong, did not run, was not tuned where it
-has a tuner, tuned while it was timed, changed its kernel, or made the GPU wait for the host.
+has a tuner, tuned while it was timed, changed its kernel, made the GPU wait for the host, or was
+faster than the limit of the machine.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Options:
 
 
 SLOW_CALL = 0.02
+#: More of the measured limit than this is nothing that a GPU can do; a processor's limits, which
+#: other programs share, are too loose for it.
+MOST_OF_LIMIT = 1.15
 #: How far the three clocks may be apart: a part of the time, and seconds.
 CLOCKS_AGREE = (0.1, 1.5e-6)
 
@@ -214,7 +218,7 @@ class Measured:
             self.side.done = done
 
     def result(self, limit_seconds: float) -> dict[str, Any]:
-        """What a file of results has of a side."""
+        """What a file of results has of a side, after the last checks."""
         side = self.side
         cold = summary(self.cold)
         found: dict[str, Any] = {
@@ -227,7 +231,14 @@ class Measured:
             "relative_error": self.error[1],
         }
         if limit_seconds:
-            found["share_of_limit"] = limit_seconds * 1e6 / cold["median"]
+            share = found["share_of_limit"] = limit_seconds * 1e6 / cold["median"]
+            if share > MOST_OF_LIMIT and self.machine.cross_checks:
+                raise Refused(
+                    f"{cold['median']:.1f} us is {share:.0%} of the limit that was measured in "
+                    "this run: it read from the cache, or did less than the row"
+                )
+        if self.options.cross_check and self.machine.cross_checks and not self.host:
+            found |= self.cross_check()
         return found
 
 
@@ -282,9 +293,7 @@ def measure(case: Case, sides: Sequence[Side], options: Options, limit: float) -
                 time.sleep(options.pause)
                 attempt(name, going[name].repeat)
     for name, measured in list(going.items()):
-        checks: dict[str, Any] | None = {}
-        if options.cross_check and not measured.host and case.machine.cross_checks:
-            checks = attempt(name, measured.cross_check)
-        if checks is not None:
-            found[name] = {**measured.result(limit), **checks}
+        figures = attempt(name, lambda measured=measured: measured.result(limit))
+        if figures is not None:
+            found[name] = figures
     return found

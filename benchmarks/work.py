@@ -167,7 +167,8 @@ HEADLINE = [
     prompts("paged", 16, 1024), prompts("paged", 4, 4096), prompts("paged", 1, 16384),
     chunk(8, 512, 8192),
     mla(128, 128, 4096),
-    moved("rotary", 5000), moved("append", 5000), moved("merge", 8192),
+    moved("rotary", 5000), moved("append", 5000), moved("merge", 8192), moved("copy_page", 1),
+    moved("compact", 1024),
     host("plan", 64), host("run", 64),
 ]  # fmt: skip
 
@@ -183,8 +184,7 @@ OTHER = [
         for batch, length in ((128, 1024), (64, 2048), (32, 4096), (16, 8192), (1, 32768))
     ),
     mla(64, 128, 4096), mla(16, 128, 4096), mla(128, 1, 4096), mla(16, 64, 1024),
-    moved("rotary", 64), moved("append", 64), moved("merge", 64), moved("copy_page", 1),
-    moved("compact", 1024),
+    moved("rotary", 64), moved("append", 64), moved("merge", 64),
     unplanned(decode(1, 4096)), unplanned(decode(64, 4096)), unplanned(prompts("ragged", 4, 4096)),
     slot("decode", 32, 2048, feature="window"), slot("decode", 32, 2048, feature="window-rope"),
     slot("prefill", 8, 2048, 256), slot("prefill", 8, 2048, 256, "window"),

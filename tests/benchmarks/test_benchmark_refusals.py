@@ -231,6 +231,11 @@ def test_graphs_of_no_kernel(timed: Any, case: Any, steady: Side) -> None:
     assert "started 0 kernels" in timed(steady)["fake"]["refused"]
 
 
+def test_graphs_of_a_side_that_is_faster_than_the_limit(case: Any, steady: Side) -> None:
+    found = measure(case, [steady], Options(repeats=2, pause=0.0), 1.0)
+    assert "of the limit that was measured in this run" in found["fake"]["refused"]
+
+
 def test_graphs_without_a_profiler(
     timed: Any, case: Any, steady: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
