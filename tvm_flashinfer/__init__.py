@@ -13,10 +13,14 @@ from tvm_flashinfer import _native
 from tvm_flashinfer.contract import UnsupportedTVMError, check_contract
 from tvm_flashinfer.counts import call_counts, reset_call_counts
 from tvm_flashinfer.hooks import disable, enable, turned_off
+from tvm_flashinfer.tuning import clear_tuning, kernel_choice, load_tuning, tuning_files
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "call_counts", "disable", "enable", "reset_call_counts"]
+__all__ = [
+    "__version__", "call_counts", "clear_tuning", "disable", "enable", "kernel_choice",
+    "load_tuning", "reset_call_counts", "tuning_files",
+]  # fmt: skip
 
 
 def _register() -> None:

@@ -31,7 +31,7 @@ def call_counts(library: Any = None) -> dict[str, dict[str, int]]:
     KeyError
         When a library has no functions of its own, since its model runs on those of this package.
     """
-    counts = _function("flashinfer.call_counts", library)()
+    counts = function_of("flashinfer.call_counts", library)()
     return {device: dict(ops.items()) for device, ops in counts.items()}
 
 
@@ -48,10 +48,11 @@ def reset_call_counts(library: Any = None) -> None:
     KeyError
         As for `call_counts`.
     """
-    _function("flashinfer.reset_call_counts", library)()
+    function_of("flashinfer.reset_call_counts", library)()
 
 
-def _function(name: str, library: Any) -> Any:
+def function_of(name: str, library: Any) -> Any:
+    """Return a function of this package, or of a self-contained model."""
     if library is None:
         return tvm_ffi.get_global_func(name)
     try:
@@ -59,6 +60,6 @@ def _function(name: str, library: Any) -> Any:
     except AttributeError as error:
         raise KeyError(
             f"the library has no function {name!r}. A self-contained model has it: give what "
-            "tvm.runtime.load_module returned. The calls of a shared one are those of this "
+            "tvm.runtime.load_module returned. A shared one runs on the functions of this "
             "package: leave the library out"
         ) from error

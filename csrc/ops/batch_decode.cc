@@ -6,19 +6,49 @@
 #include "cache_scope.h"
 #include "cuda_kernels.h"
 #include "ops.h"
+#include "prefill_kernel.h"
+#include "tuning.h"
 
 namespace tvm_flashinfer {
 namespace ops {
 
 namespace {
 
-/*!
- * \brief Which CUDA kernel decodes. Query heads that share a KV head fill the rows of a tensor-core
- * tile, so from four of them on the prefill kernel with one row per request is the faster one; the
- * CUDA-core kernel is compiled for few group sizes anyway (benchmarks/ has the figures).
- */
-bool DecodeOnTensorCores(int64_t num_qo_heads, int64_t num_kv_heads) {
-  return num_qo_heads / num_kv_heads >= 4;
+using kernels::cuda::PlanArgs;
+using kernels::cuda::PlanFn;
+
+/*! \brief Choose the kernel for a batch, and make its part of the plan. */
+std::vector<int64_t> PlanDecode(const Checker& check, DLDevice device, kernels::DType dtype,
+                                PlanArgs args) {
+  const ChoiceShape shape{PlannedSlot::kDecodePaged,
+                          args.num_qo_heads,
+                          args.num_kv_heads,
+                          args.head_dim_qk,
+                          args.head_dim_vo,
+                          /*causal=*/false,
+                          args.window_left,
+                          args.batch_size,
+                          args.batch_size,
+                          int64_t{args.kv_indptr[args.batch_size]} * args.page_size};
+  const Tuned tuned = FindTuned(CurrentTuning(check), device, shape);
+  const Tactic tactic = tuned ? *tuned.tactic : Tactic{DecodeRule(shape.group())};
+  if (PrintsChoices(check)) {
+    PrintChoice(device, shape,
+                tuned ? TunedChoice(tuned)
+                      : DefaultChoice(tactic.kernel, ReasonOfDecodeRule(shape.group()), tuned));
+  }
+  if (tactic.kernel == Kernel::kBatchAttention) return {kernels::cuda::kDeviceSchedulePlan};
+  PlanFn plan;
+  if (tactic.kernel == Kernel::kFA2) {
+    plan = RequireCommon<PlanFn>(check, "batch_prefill_plan", device);
+    args.fixed_split_size = SplitPages(tactic, args);
+  } else {
+    const UnitSpec unit{"batch_decode", dtype, args.head_dim_qk, args.head_dim_vo};
+    plan = reinterpret_cast<PlanFn>(RequireKernel(check, "batch_decode_plan", unit, device));
+  }
+  std::vector<int64_t> kernel;
+  Launch(check, plan, args, CurrentStream(device), &kernel);
+  return kernel;
 }
 
 }  // namespace
@@ -83,32 +113,24 @@ Array<int64_t> BatchDecodePlan(TensorView float_workspace, TensorView int_worksp
     shape.sm_scale = 1;  // known at the run
     RequireCudaAttention(check, shape);
     RefuseCapture(check, device, kPlansAreNotCaptured);
-    const kernels::cuda::PlanArgs args{DataOf(float_workspace),
-                                       float_workspace.numel(),
-                                       DataOf(int_workspace),
-                                       int_workspace.numel(),
-                                       /*qo_indptr=*/nullptr,
-                                       pages,
-                                       batch_size,
-                                       static_cast<int32_t>(batch_size),
-                                       static_cast<int32_t>(num_qo_heads),
-                                       static_cast<int32_t>(num_kv_heads),
-                                       shape.head_dim_qk,
-                                       shape.head_dim_vo,
-                                       static_cast<int32_t>(page_size),
-                                       /*causal=*/true,  // one row: the same keys either way
-                                       static_cast<int32_t>(window_left),
-                                       /*fixed_split_size=*/-1,
-                                       /*disable_split_kv=*/false};
-    kernels::cuda::PlanFn plan;
-    if (DecodeOnTensorCores(num_qo_heads, num_kv_heads)) {
-      plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_prefill_plan", device);
-    } else {
-      const UnitSpec unit{"batch_decode", dtype, shape.head_dim_qk, shape.head_dim_vo};
-      plan = reinterpret_cast<kernels::cuda::PlanFn>(
-          RequireKernel(check, "batch_decode_plan", unit, device));
-    }
-    Launch(check, plan, args, CurrentStream(device), &kernel);
+    const PlanArgs args{DataOf(float_workspace),
+                        float_workspace.numel(),
+                        DataOf(int_workspace),
+                        int_workspace.numel(),
+                        /*qo_indptr=*/nullptr,
+                        pages,
+                        batch_size,
+                        static_cast<int32_t>(batch_size),
+                        static_cast<int32_t>(num_qo_heads),
+                        static_cast<int32_t>(num_kv_heads),
+                        shape.head_dim_qk,
+                        shape.head_dim_vo,
+                        static_cast<int32_t>(page_size),
+                        /*causal=*/true,  // one row: the same keys either way
+                        static_cast<int32_t>(window_left),
+                        /*fixed_split_size=*/-1,
+                        /*disable_split_kv=*/false};
+    kernel = PlanDecode(check, device, dtype, args);
   }
   return MakePlan(header, kernel);
 }
@@ -149,15 +171,10 @@ void BatchDecodeRun(TensorView float_workspace, TensorView int_workspace, Array<
   RequireCudaAttention(check, args);
   CheckCudaPages(check, args, kv);
   RefuseCapture(check, device, kPlansAreNotCaptured);
-  const char* kind = DecodeOnTensorCores(args.num_qo_heads, args.num_kv_heads)
-                         ? "batch_prefill_paged"
-                         : "batch_decode";
-  const UnitSpec unit{kind, args.dtype, args.head_dim_qk, args.head_dim_vo};
-  auto run = reinterpret_cast<kernels::cuda::PagedAttentionFn>(RequireKernel(check, unit, device));
   const kernels::cuda::PlanView view{DataOf(float_workspace), DataOf(int_workspace),
                                      reader.kernel().data(),
                                      static_cast<int64_t>(reader.kernel().size()), enable_pdl};
-  Launch(check, run, args, kv, view, CurrentStream(device));
+  RunPlanned(check, reader, args, &kv, nullptr, page_indices.numel(), view, device);
 }
 
 }  // namespace ops

@@ -1,10 +1,12 @@
 // Latent attention (MLA) over pages: a slot is the key of all heads, and its first part the value.
 #include <cstdlib>
+#include <optional>
 
 #include "../kernels/cpu/kernels.h"
 #include "attention_plan.h"
 #include "cuda_kernels.h"
 #include "ops.h"
+#include "tuning.h"
 
 namespace tvm_flashinfer {
 namespace ops {
@@ -59,16 +61,50 @@ void FindPageSizes(const Checker& check, const int32_t* kv_indptr, const int32_t
   }
 }
 
-/*! \brief Whether the kernel for Hopper, which is the faster one there, is to run. */
-bool PreferSM90(const Checker& check, DLDevice device) {
+/*! \brief What TVM_FLASHINFER_MLA_KERNEL says; nothing where it is not set. */
+std::optional<Kernel> KernelOfEnvironment(const Checker& check) {
   const char* value = std::getenv("TVM_FLASHINFER_MLA_KERNEL");
   const std::string wanted = value == nullptr ? "" : value;
-  if (wanted == "fa2") return false;
-  if (!wanted.empty() && wanted != "sm90") {
-    check.FailValue("TVM_FLASHINFER_MLA_KERNEL is \"" + wanted +
-                    "\", expected fa2 or sm90, or leave it unset");
+  if (wanted.empty()) return std::nullopt;
+  if (wanted == "fa2") return Kernel::kFA2;
+  if (wanted == "sm90") return Kernel::kSM90;
+  check.FailValue("TVM_FLASHINFER_MLA_KERNEL is \"" + wanted +
+                  "\", expected fa2 or sm90, or leave it unset");
+}
+
+/*! \brief Whether the kernel for Hopper is to run; sm_90 has it alone. */
+bool ChooseSM90(const Checker& check, DLDevice device, const kernels::cuda::PlanArgs& args) {
+  const std::optional<Kernel> wanted = KernelOfEnvironment(check);
+  const bool is_hopper = RunsOnArch(check, device, 9, 0);
+  const Tuning* tuning = CurrentTuning(check);
+  const bool prints = PrintsChoices(check);
+  ChoiceShape shape{};
+  if (tuning != nullptr || prints) {
+    int64_t num_keys = 0;
+    for (int32_t b = 0; b < args.batch_size; ++b) num_keys += args.kv_len[b];
+    shape = {PlannedSlot::kMLA,
+             args.num_qo_heads,
+             1,
+             args.head_dim_vo,
+             args.head_dim_vo,
+             args.causal,
+             /*window_left=*/-1,
+             args.batch_size,
+             args.num_rows,
+             num_keys};
   }
-  return RunsOnArch(check, device, 9, 0);
+  const Tuned tuned = wanted.has_value() || !is_hopper ? Tuned() : FindTuned(tuning, device, shape);
+  const Kernel rule = MLARule(is_hopper);
+  Kernel kernel = tuned ? tuned.tactic->kernel : wanted.value_or(rule);
+  if (!is_hopper) kernel = Kernel::kFA2;
+  if (prints) {
+    const Choice by_variable{{kernel}, "environment", "TVM_FLASHINFER_MLA_KERNEL says so"};
+    PrintChoice(device, shape,
+                tuned                ? TunedChoice(tuned)
+                : wanted.has_value() ? by_variable
+                                     : DefaultChoice(kernel, ReasonOfMLARule(rule), tuned));
+  }
+  return kernel == Kernel::kSM90;
 }
 
 UnitSpec UnitOf(const char* kind, kernels::DType dtype) {
@@ -231,7 +267,7 @@ Array<int64_t> BatchMLAPlan(TensorView float_workspace, TensorView int_workspace
       args.causal = causal;
       RefuseCapture(check, device, kNotCaptured);
       auto plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_mla_plan", device);
-      part.on_sm90 = PreferSM90(check, device);
+      part.on_sm90 = ChooseSM90(check, device, args);
       Launch(check, plan, args, CurrentStream(device), &kernel);
     }
   }

@@ -120,33 +120,26 @@ Array<int64_t> BatchPrefillPlan(TensorView float_workspace, TensorView int_works
     shape.head_dim_vo = static_cast<int32_t>(head_dim_vo);
     shape.sm_scale = 1;
     RequireCudaAttention(check, shape, /*ragged=*/page_size == 1);
-    kernels::cuda::PlanArgs args{DataOf(float_workspace),
-                                 float_workspace.numel(),
-                                 DataOf(int_workspace),
-                                 int_workspace.numel(),
-                                 rows,
-                                 pages,
-                                 total_num_rows,
-                                 static_cast<int32_t>(batch_size),
-                                 static_cast<int32_t>(num_qo_heads),
-                                 static_cast<int32_t>(num_kv_heads),
-                                 static_cast<int32_t>(head_dim_qk),
-                                 static_cast<int32_t>(head_dim_vo),
-                                 static_cast<int32_t>(page_size),
-                                 causal,
-                                 static_cast<int32_t>(window_left),
-                                 fixed_split_size,
-                                 disable_split_kv,
-                                 DataOf<int32_t>(kv_len)};
+    const kernels::cuda::PlanArgs args{DataOf(float_workspace),
+                                       float_workspace.numel(),
+                                       DataOf(int_workspace),
+                                       int_workspace.numel(),
+                                       rows,
+                                       pages,
+                                       total_num_rows,
+                                       static_cast<int32_t>(batch_size),
+                                       static_cast<int32_t>(num_qo_heads),
+                                       static_cast<int32_t>(num_kv_heads),
+                                       static_cast<int32_t>(head_dim_qk),
+                                       static_cast<int32_t>(head_dim_vo),
+                                       static_cast<int32_t>(page_size),
+                                       causal,
+                                       static_cast<int32_t>(window_left),
+                                       fixed_split_size,
+                                       disable_split_kv,
+                                       DataOf<int32_t>(kv_len)};
     RefuseCapture(check, device, kPlansAreNotCaptured);
-    args.sm90 = AllowPrefillSM90(check, device, head_dim_qk, head_dim_vo, page_size);
-    auto plan = RequireCommon<kernels::cuda::PlanFn>(check, "batch_prefill_plan", device);
-    Launch(check, plan, args, CurrentStream(device), &kernel);
-    // FA2 counts the first masked tile of keys in unsigned numbers, which are less than 0 then.
-    const bool is_fa2 = !kernel.empty() && kernel[0] == kernels::cuda::kPrefillPlan;
-    if (is_fa2 && causal && HasRowsBeforeKeys(rows, DataOf<int32_t>(kv_len), batch_size)) {
-      kernel = {kernels::cuda::kDeviceSchedulePlan};
-    }
+    kernel = PlanPrefill(check, device, args);
   }
   return MakePlan(header, kernel);
 }
@@ -191,7 +184,7 @@ void BatchPrefillPagedRun(TensorView float_workspace, TensorView int_workspace, 
   RequireCudaAttention(check, args);
   CheckCudaPages(check, args, kv);
   RefuseCapture(check, device, kPlansAreNotCaptured);
-  RunPrefill(check, reader, args, &kv, nullptr, page_indices.numel(),
+  RunPlanned(check, reader, args, &kv, nullptr, page_indices.numel(),
              ViewOf(in, reader, enable_pdl), device);
 }
 
@@ -257,7 +250,7 @@ void BatchPrefillRaggedRun(TensorView float_workspace, TensorView int_workspace,
                    {kv.k_stride_token, kv.k_stride_head, kv.v_stride_token, kv.v_stride_head,
                     keys.length * kv.k_stride_token, keys.length * kv.v_stride_token});
   RefuseCapture(check, device, kPlansAreNotCaptured);
-  RunPrefill(check, reader, args, nullptr, &kv, keys.length, ViewOf(in, reader, enable_pdl),
+  RunPlanned(check, reader, args, nullptr, &kv, keys.length, ViewOf(in, reader, enable_pdl),
              device);
 }
 

@@ -8,6 +8,7 @@
 #include "cache_scope.h"
 #include "cuda_kernels.h"
 #include "json_settings.h"
+#include "kernel_choice.h"
 
 namespace tvm_flashinfer {
 namespace ops {
@@ -439,6 +440,21 @@ void CacheCall::Run() {
   }
 }
 
+void CacheCall::PrintKernel() const {
+  const ChoiceShape shape{PlannedSlot::kPrefillPaged,  // which stands for the name alone
+                          args_.num_qo_heads,
+                          args_.num_kv_heads,
+                          args_.head_dim_qk,
+                          args_.head_dim_vo,
+                          args_.causal,
+                          args_.window_left,
+                          args_.batch_size,
+                          args_.num_rows,
+                          /*num_keys=*/-1};
+  PrintChoice(bound_.op(), device_, shape,
+              {{Kernel::kBatchAttention}, "default", "the only kernel without a plan"});
+}
+
 void CacheCall::RunOnCuda() {
   constexpr int kMaxHeadDim = 256, kMaxRotaryDim = 256;
   auto fits = [](int head_dim) { return head_dim % 16 == 0 && head_dim <= kMaxHeadDim; };
@@ -477,6 +493,7 @@ void CacheCall::RunOnCuda() {
   }
   const UnitSpec unit{"batch_attention", args_.dtype, args_.head_dim_qk, args_.head_dim_vo,
                       args_.kv_dtype};
+  if (PrintsChoices(check_)) PrintKernel();
   auto run = reinterpret_cast<kernels::cuda::AttentionFn>(RequireKernel(check_, unit, device_));
   Launch(check_, run, args_, is_paged_ ? &paged_ : nullptr, is_paged_ ? nullptr : &ragged_, extras_,
          is_paged_ ? num_indices_ : num_kv_tokens_, CurrentStream(device_));

@@ -150,6 +150,8 @@ class CacheCall {
   void CheckTreeContents(const HostInts& indptr, const HostInts& mask);
   void CheckTreeDepth(const HostInts& indptr, const HostInts& mask);
   void CheckMaskContents(const HostInts& indptr);
+  /*! \brief For TVM_FLASHINFER_DEBUG=kernels. */
+  void PrintKernel() const;
   void RunOnCuda();
 
   const BoundAttention& bound_;

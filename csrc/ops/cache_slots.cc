@@ -13,13 +13,13 @@
 #include "checks.h"
 #include "json_settings.h"
 #include "ops.h"
+#include "tuning.h"
 
 namespace tvm_flashinfer {
 namespace ops {
 
 namespace {
 
-using tvm::ffi::Any;
 using tvm::ffi::PackedArgs;
 
 Array<Any> Planned(Function run, Function plan) {
@@ -208,6 +208,12 @@ Array<Any> MakeCacheSlot(String slot, String options, bool planned,
     }
   }
   return Unplanned(std::move(unplanned));
+}
+
+Array<Any> MakeCacheSlotWithTuning(String slot, String options, bool planned,
+                                   int64_t support_sliding_window, String tuning) {
+  UseModelTuning(Checker("cache_slot_with_tuning"), tuning);
+  return MakeCacheSlot(slot, options, planned, support_sliding_window);
 }
 
 Array<Any> MakeCacheSlotWithSlopes(String slot, String options, int64_t support_sliding_window,

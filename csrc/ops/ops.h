@@ -3,7 +3,9 @@
 #ifndef TVM_FLASHINFER_OPS_OPS_H_
 #define TVM_FLASHINFER_OPS_OPS_H_
 
+#include <tvm/ffi/any.h>
 #include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
@@ -16,9 +18,11 @@
 namespace tvm_flashinfer {
 namespace ops {
 
+using tvm::ffi::Any;
 using tvm::ffi::AnyView;
 using tvm::ffi::Array;
 using tvm::ffi::Function;
+using tvm::ffi::Map;
 using tvm::ffi::Optional;
 using tvm::ffi::String;
 using tvm::ffi::Tensor;
@@ -100,10 +104,11 @@ void AttentionRagged(TensorView q, TensorView k, TensorView v, TensorView qo_ind
 
 /*! \brief What TVM's cache is given for one attention slot: a kind, and the functions of that kind.
  */
-Array<tvm::ffi::Any> MakeCacheSlot(String slot, String options, bool planned,
-                                   int64_t support_sliding_window);
-Array<tvm::ffi::Any> MakeCacheSlotWithSlopes(String slot, String options,
-                                             int64_t support_sliding_window, Tensor alibi_slopes);
+Array<Any> MakeCacheSlot(String slot, String options, bool planned, int64_t support_sliding_window);
+Array<Any> MakeCacheSlotWithSlopes(String slot, String options, int64_t support_sliding_window,
+                                   Tensor alibi_slopes);
+Array<Any> MakeCacheSlotWithTuning(String slot, String options, bool planned,
+                                   int64_t support_sliding_window, String tuning);
 
 void MergeState(TensorView v_a, TensorView s_a, TensorView v_b, TensorView s_b, TensorView v_merged,
                 TensorView s_merged);
@@ -178,6 +183,16 @@ void SinglePrefill(TensorView q, TensorView k, TensorView v, TensorView scratch,
 
 void SingleDecode(TensorView q, TensorView k, TensorView v, TensorView scratch, int64_t layout,
                   int64_t rotary_mode, double rope_scale, double rope_theta, TensorView o);
+
+// Which kernels planned calls run on, and the files of tuning that decide it.
+Map<String, Any> KernelChoice(String slot, String gpu_name, int64_t arch, int64_t num_sm,
+                              int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim_qk,
+                              int64_t head_dim_vo, bool causal, int64_t window_left,
+                              Array<int64_t> qo_lens, Array<int64_t> kv_lens);
+Array<String> MeasuredArchs();
+void LoadTuning(String text, String source);
+void ClearTuning();
+Array<Map<String, Any>> TuningFiles();
 
 Tensor ParallelSamplingFromProb(TensorView probs, TensorView uniform, TensorView sample_indices,
                                 Tensor out_ids);

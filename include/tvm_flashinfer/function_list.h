@@ -28,6 +28,12 @@
   X(bind_attention_mla, BindAttentionMLA)                                  \
   X(cache_slot, MakeCacheSlot)                                             \
   X(cache_slot_with_slopes, MakeCacheSlotWithSlopes)                       \
+  X(cache_slot_with_tuning, MakeCacheSlotWithTuning)                       \
+  X(kernel_choice, KernelChoice)                                           \
+  X(measured_archs, MeasuredArchs)                                         \
+  X(load_tuning, LoadTuning)                                               \
+  X(clear_tuning, ClearTuning)                                             \
+  X(tuning_files, TuningFiles)                                             \
   X(merge_state, MergeState)                                               \
   X(merge_state_in_place, MergeStateInPlace)                               \
   X(merge_states, MergeStates)                                             \

@@ -18,6 +18,7 @@ from calls import Args, Call, decode, paged_prefill, passed, ragged_prefill
 from device_tensors import DeviceTensor, poisoned, to_device
 from functions import Workspaces
 from mla_calls import MLASpec, mla_call
+from tuning_texts import entry, text_of_here
 
 QO_LENS, KV_LENS = (5, 17, 2), (40, 17, 5)
 
@@ -336,6 +337,29 @@ MAKERS: dict[str, Callable[[Maker], Args | Example]] = {
         "support_sliding_window": 0,
         "alibi_slopes": m.given(4, dtype="float32"),
     },
+    "cache_slot_with_tuning": lambda _: {
+        "slot": "decode_paged",
+        "options": "{}",
+        "planned": True,
+        "support_sliding_window": 0,
+        "tuning": text_of_here(entry()),
+    },
+    "kernel_choice": lambda _: {
+        "slot": "prefill_paged",
+        "gpu_name": "NVIDIA H200",
+        "arch": 90,
+        "num_sm": 132,
+        "num_qo_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim_qk": 128,
+        "head_dim_vo": 128,
+        "causal": True,
+        "window_left": -1,
+        "qo_lens": [5, 17],
+        "kv_lens": [40, 17],
+    },
+    "load_tuning": lambda _: {"text": text_of_here(entry()), "source": "a test"},
+    **{name: lambda _: {} for name in ("measured_archs", "clear_tuning", "tuning_files")},
     "merge_state": lambda m: m.states(_MERGED),
     "merge_state_in_place": lambda m: m.states("v s v_other s_other"),
     "merge_states": Maker.many_states,

@@ -1,4 +1,4 @@
-"""The counter of calls: what it counts, what it does not, and whose calls they are."""
+"""The counter of calls: what it counts, what it does not, and whose calls and tuning they are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from tuning_texts import H200, HEAD_DIM, HEADS, entry, text_of
 
-from tvm_flashinfer import call_counts, reset_call_counts
+from tvm_flashinfer import (
+    call_counts,
+    clear_tuning,
+    kernel_choice,
+    load_tuning,
+    reset_call_counts,
+    tuning_files,
+)
 from tvm_flashinfer.kernels import commands
 from tvm_flashinfer.kernels.build import MODEL_SYMBOLS
 from tvm_flashinfer.kernels.paths import static_library
@@ -69,11 +77,11 @@ def test_threads_lose_no_call(ops: Any) -> None:
     assert call_counts()["cpu"] == {MERGE: 4000}
 
 
-@pytest.mark.skipif(
-    find_gnu_ld() is None or shutil.which("objcopy") is None, reason="needs binutils"
-)
-def test_linked_library_counts_its_own_calls(ops: Any, tmp_path: Path) -> None:
-    """As in a self-contained model, which has the ops and a counter of its own."""
+@pytest.fixture
+def loaded(tmp_path: Path) -> Any:
+    """A library with the ops linked into it, as a self-contained model is."""
+    if find_gnu_ld() is None or shutil.which("objcopy") is None:
+        pytest.skip("needs binutils")
     model, library = tmp_path / "model.o", tmp_path / "model.so"
     nothing = tmp_path / "nothing.a"
     for command in (
@@ -83,7 +91,10 @@ def test_linked_library_counts_its_own_calls(ops: Any, tmp_path: Path) -> None:
         ["g++", "-shared", "-fPIC", "-o", library, model],
     ):
         subprocess.run(command, check=True)
-    loaded = tvm_ffi.load_module(library)
+    return tvm_ffi.load_module(library)
+
+
+def test_linked_library_counts_its_own_calls(ops: Any, loaded: Any) -> None:
     ops.merge_state_in_place(*states())
     for _ in range(2):
         loaded.get_function(f"flashinfer.{MERGE}")(*states())
@@ -92,6 +103,19 @@ def test_linked_library_counts_its_own_calls(ops: Any, tmp_path: Path) -> None:
     reset_call_counts(loaded)
     assert call_counts(loaded)["cpu"] == {}
     assert call_counts()["cpu"] == {MERGE: 1}
+
+
+def test_linked_library_has_its_own_tuning(loaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text(text_of(entry()))
+    ask = lambda library: kernel_choice(  # noqa: E731
+        "decode_paged", *HEADS, HEAD_DIM, [4096] * 64, gpu=H200, library=library
+    )["source"]
+    load_tuning(path, loaded)
+    assert [len(tuning_files(loaded)), len(tuning_files())] == [1, 0]
+    assert [ask(loaded), ask(None)] == ["tuned", "default"]
+    clear_tuning(loaded)
+    assert ask(loaded) == "default"
 
 
 def test_library_without_functions_of_its_own() -> None:

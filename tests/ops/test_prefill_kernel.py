@@ -25,7 +25,7 @@ def _call(ops: Any, device: Any, workspaces: Any, rng: Any, spec: Spec, ragged: 
 
 def kernel_of(plan: Any) -> str:
     """The kernel of a plan, by the first value of its part."""
-    return {1: "fa2", 4: "fa3", 5: "batch_attention"}[plan[17]]
+    return {1: "fa2", 2: "cuda_core", 4: "fa3", 5: "batch_attention"}[plan[17]]
 
 
 def is_hopper() -> bool:

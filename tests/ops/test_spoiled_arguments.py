@@ -131,12 +131,15 @@ ALLOWED = [
     ("single_.*", "scratch", r"float64|int64|other kind|device|rank.*|axis 0 \w+|gaps|sparse"),
     # Large, and all the same a number with angles that are finite.
     (".*(split_qkv_rotary|apply_r).*", "rope_theta", "1e.300"),
+    # Names, of which any will do.
+    ("kernel_choice", "gpu_name", ".*"),
+    ("load_tuning", "source", ".*"),
     # Configurations of models hold more than we read.
     (".*(split_qkv_rotary|apply_rope).*", "rope_scaling", ".*nothing.*"),
 ]
 
-#: What is said instead of an argument: numbers that its shape gives.
-DERIVED = r"num_qo_heads|num_kv_heads|head_dim|page_size|last_page_len|request"
+#: What is said instead of an argument: numbers that its shape gives, and where a text comes from.
+DERIVED = r"num_qo_heads|num_kv_heads|head_dim|page_size|last_page_len|request|file of tuning"
 
 
 def allowed(name: str, argument: str, way: str) -> bool:
@@ -149,7 +152,7 @@ def speakers(name: str) -> str:
     if name.endswith("()"):
         return re.escape(name[:-2].replace("bind_", ""))
     if name.startswith(("bind_attention", "cache_slot")):
-        return f"{name}|bind_attention|attention_[a-z_]+"
+        return f"{name}|cache_slot|bind_attention|attention_[a-z_]+"
     return re.escape(name)
 
 

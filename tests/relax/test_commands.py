@@ -147,3 +147,11 @@ def test_support_of_what_cannot_be_read(config: Path) -> None:
     assert result.exit_code == 2
     assert "none of the fields num_hidden_layers" in result.stderr
     assert invoke("support", config, "--tensor-parallel-shards", "0").exit_code == 2
+
+
+def test_support_says_where_no_kernel_was_measured(config: Path) -> None:
+    note = "no kernel was ever measured on sm_80, sm_89: the rules"
+    arguments = ("support", config, "--arch", "80,89,90a,cpu")
+    assert f"note: {note}" in invoke(*arguments).stdout
+    assert json.loads(invoke(*arguments, "--json").stdout)["never_measured"].startswith(note)
+    assert "ever measured" not in invoke("support", config, "--arch", "90a").stdout

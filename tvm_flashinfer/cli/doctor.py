@@ -10,6 +10,11 @@ import click
 from tvm_flashinfer.cli.output import console, echo_json, echo_table, exit_statuses, json_option
 from tvm_flashinfer.kernels.environment import environment
 
+#: What does not fit a line of the table.
+_PRINTED_BELOW = (
+    "problems", "tvm_contract", "mlc_llm", "prebuilt_kernels", "cache", "never_measured",
+)  # fmt: skip
+
 
 @exit_statuses(
     {
@@ -42,12 +47,14 @@ def _print_environment(found: dict[str, Any]) -> None:
         [
             (name.replace("_", " "), _describe(value))
             for name, value in found.items()
-            if name not in ("problems", "tvm_contract", "mlc_llm", "prebuilt_kernels", "cache")
+            if name not in _PRINTED_BELOW
         ]
     )
     _echo_kernels(found)
     _echo_mlc_llm(found["mlc_llm"] or [])
     out = console()
+    if found["never_measured"]:
+        out.print(f"note: {found['never_measured']}")
     if contract is not None and contract["fits"]:
         out.print("TVM's KV cache calls the functions here as they take it", style="green")
     for difference in contract["differences"] if contract is not None else ():

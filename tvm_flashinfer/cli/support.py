@@ -24,6 +24,7 @@ from tvm_flashinfer.kernels.errors import KernelError
 from tvm_flashinfer.kernels.prebuilt import prebuilt_dir
 from tvm_flashinfer.kernels.spec import KernelSpec, parse_archs
 from tvm_flashinfer.report import FALLBACK, ReportRow, printable
+from tvm_flashinfer.tuning import never_measured
 
 if TYPE_CHECKING:
     from tvm_flashinfer.relax.model_config import ModelConfig
@@ -78,12 +79,21 @@ def support(
     found = {arch: _Support(model, arch) for arch in named}
     if as_json:
         data = {arch: answer.to_data() for arch, answer in found.items()}
-        echo_json({"config": str(config), "model": _model_data(model), "archs": data})
+        echo_json(
+            {
+                "config": str(config),
+                "model": _model_data(model),
+                "archs": data,
+                "never_measured": _never_measured(named),
+            }
+        )
     else:
         console().print(printable(model.summary), style="bold")
         for note in model.notes:
             console().print(f"note: {printable(note)}")
         _print(found.values())
+        if note := _never_measured(named):
+            console().print(f"note: {note}")
     if any(row.status == FALLBACK for answer in found.values() for row in answer.rows):
         raise SystemExit(_FALLS_BACK)
 
@@ -97,6 +107,11 @@ def _read(config: Path, dtype: str | None, shards: int | None) -> ModelConfig:
         return read_model_config(config, dtype, shards)
     except (ModelConfigError, OSError) as error:
         raise click.UsageError(str(error)) from error
+
+
+def _never_measured(archs: Iterable[str]) -> str | None:
+    """Return what there is to say of architectures that no kernel was measured on."""
+    return never_measured(arch for arch in archs if arch != _CPU)
 
 
 class _Support:

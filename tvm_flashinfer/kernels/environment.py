@@ -22,12 +22,13 @@ from tvm_flashinfer.kernels.spec import ARCHS, DEFAULT_ARCHS, arch_for_capabilit
 from tvm_flashinfer.kernels.toolchain import find_cxx, find_nvcc, missing_tools
 
 # Numbers of the CUDA driver's interface.
+_MULTIPROCESSOR_COUNT = 16
 _COMPUTE_CAPABILITY_MAJOR = 75
 _COMPUTE_CAPABILITY_MINOR = 76
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the GPUs of this machine: ``name`` and ``capability`` (major, minor) of each.
+    """Return the GPUs of this machine: ``name``, ``capability`` (major, minor), ``num_sm`` of each.
 
     Asks the driver; a machine without one has none.
     """
@@ -62,12 +63,16 @@ def _gpu(driver: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
     driver.cuDeviceGet(ctypes.byref(device), ordinal)
     name = ctypes.create_string_buffer(256)
     driver.cuDeviceGetName(name, len(name), device)
-    capability = []
-    for attribute in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR):
+    values = []
+    for attribute in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR, _MULTIPROCESSOR_COUNT):
         value = ctypes.c_int()
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        capability.append(value.value)
-    return {"name": name.value.decode(errors="replace"), "capability": capability}
+        values.append(value.value)
+    return {
+        "name": name.value.decode(errors="replace"),
+        "capability": values[:2],
+        "num_sm": values[2],
+    }
 
 
 def default_archs() -> tuple[str, ...]:
@@ -114,8 +119,8 @@ def environment() -> dict[str, Any]:
     environment : dict
         Versions of this package, TVM and the tools; the native library; how TVM's cache calls its
         functions; what MLC LLM is given when it imports TVM; where the headers and the cache are;
-        the GPUs; and ``problems``, what keeps kernels from being built here. Parts that could not
-        be found out are None.
+        the GPUs, and on which of them no kernel was ever measured; and ``problems``, what keeps
+        kernels from being built here. Parts that could not be found out are None.
     """
     problems: list[str] = []
     return {
@@ -136,6 +141,7 @@ def environment() -> dict[str, Any]:
         "cache": _guarded(_cache, problems),
         "driver": driver(),
         "gpus": gpus(),
+        "never_measured": _guarded(_never_measured, problems),
         "problems": problems + (_guarded(missing_tools, problems) or []),
     }
 
@@ -171,6 +177,17 @@ def _tvm() -> str | None:
         return None
     names = importlib.metadata.packages_distributions().get("tvm", [])
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(names)) or "not installed"
+
+
+def _never_measured() -> str | None:
+    """Which GPUs of this machine kernels were never measured on."""
+    from tvm_flashinfer.hooks import turned_off
+    from tvm_flashinfer.tuning import never_measured
+
+    found = gpus()
+    if not found or turned_off():
+        return None
+    return never_measured("{}{}".format(*gpu["capability"]) for gpu in found)
 
 
 def _contract() -> dict[str, Any] | None:
