@@ -36,6 +36,7 @@ constexpr UnitSpec kCommonUnit{"common", kernels::DType::kFloat16, 0, 0};
 constexpr UnitSpec kNormUnit{"norm", kernels::DType::kFloat16, 0, 0};
 constexpr UnitSpec kCascadeUnit{"cascade", kernels::DType::kFloat16, 0, 0};
 constexpr UnitSpec kRopeUnit{"rope", kernels::DType::kFloat16, 0, 0};
+constexpr UnitSpec kSamplingUnit{"sampling", kernels::DType::kFloat16, 0, 0};
 
 /*! \brief The launcher `op` of a unit that runs on `device`, or a RuntimeError. */
 void* RequireKernel(const Checker& check, const char* op, const UnitSpec& unit, DLDevice device);

@@ -197,6 +197,27 @@ Array<Map<String, Any>> TuningFiles();
 Tensor ParallelSamplingFromProb(TensorView probs, TensorView uniform, TensorView sample_indices,
                                 Tensor out_ids);
 
+// Filters of tokens, by the numbers that a call brings.
+void TopKFromProbs(TensorView probs, TensorView uniform, TensorView sample_indices,
+                   TensorView top_k, TensorView out_ids);
+void TopPFromProbs(TensorView probs, TensorView uniform, TensorView sample_indices,
+                   TensorView top_p, TensorView out_ids);
+void TopKTopPFromProbs(TensorView probs, TensorView uniform, TensorView sample_indices,
+                       TensorView top_k, TensorView top_p, int64_t joint, TensorView out_ids);
+void MinPFromProbs(TensorView probs, TensorView uniform, TensorView sample_indices,
+                   TensorView min_p, TensorView out_ids);
+void TopKRenormProbs(TensorView probs, TensorView top_k, TensorView out);
+void TopPRenormProbs(TensorView probs, TensorView top_p, TensorView out);
+void SampleFromSorted(TensorView sorted_probs, TensorView sorted_indices, TensorView top_p,
+                      TensorView top_k, TensorView uniform, TensorView sample_indices,
+                      TensorView out_ids);
+void RenormFromSorted(TensorView probs, TensorView sorted_probs, TensorView top_p, TensorView top_k,
+                      TensorView out);
+void SoftmaxWithTemperature(TensorView logits, TensorView temperature, int64_t active_vocab_size,
+                            TensorView out);
+void ChainSpeculative(TensorView draft_probs, TensorView draft_ids, TensorView target_probs,
+                      TensorView uniform, TensorView out_ids, TensorView num_accepted);
+
 }  // namespace ops
 }  // namespace tvm_flashinfer
 

@@ -67,6 +67,16 @@
   X(copy_single_page_mla, CopySinglePageMLA)                               \
   X(debug_get_kv_mla, DebugGetKVMLA)                                       \
   X(sampling.parallel_sampling_from_prob, ParallelSamplingFromProb)        \
+  X(sampling.top_k_from_probs, TopKFromProbs)                              \
+  X(sampling.top_p_from_probs, TopPFromProbs)                              \
+  X(sampling.top_k_top_p_from_probs, TopKTopPFromProbs)                    \
+  X(sampling.min_p_from_probs, MinPFromProbs)                              \
+  X(sampling.top_k_renorm_probs, TopKRenormProbs)                          \
+  X(sampling.top_p_renorm_probs, TopPRenormProbs)                          \
+  X(sampling.sample_from_sorted, SampleFromSorted)                         \
+  X(sampling.renorm_from_sorted, RenormFromSorted)                         \
+  X(sampling.softmax, SoftmaxWithTemperature)                              \
+  X(sampling.chain_speculative, ChainSpeculative)                          \
   X(call_counts, CallCounts)                                               \
   X(reset_call_counts, ResetCallCounts)
 

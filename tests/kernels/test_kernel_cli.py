@@ -62,7 +62,7 @@ def test_usage_errors(sandbox, arguments, message):
 def test_dry_run(sandbox, cache_dir):
     result = invoke("build", "--preset", "all", "--arch", "80,90a", "--dry-run")
     assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) == 50
+    assert len(result.stdout.splitlines()) == 51
     one = ("--dtype", "float16", "--head-dim", "64", "--arch", "80", "--dry-run")
     result = invoke("build", "--kv-dtype", "float8_e4m3fn", *one)
     assert result.stdout.splitlines()[-1] == "batch_attention_f16_e4m3_d64_sm80"

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import tvm
-from batches import Batch, Spec, indptr_of, make_batch, normal
+from batches import Batch, Spec, indptr_of, make_batch
 from cache_calls import SLOTS, CacheSpec, make_cache_batch
 from cache_oracle import pack_bits, random_tree
 from calls import Args, Call, decode, paged_prefill, passed, ragged_prefill
 from device_tensors import DeviceTensor, poisoned, to_device
 from functions import Workspaces
+from good_row_calls import ROPE, ROW_MAKERS, RowMaker
 from mla_calls import MLASpec, mla_call
 from tuning_texts import entry, text_of_here
 
@@ -47,12 +48,12 @@ class Example:
         }
 
 
-class Maker:
+class Maker(RowMaker):
     """Makes examples on one device: `maker(name)`."""
 
     def __init__(self, ops: Any, device: Any) -> None:
-        self.ops, self.device = ops, device
-        self.rng = np.random.default_rng(0)
+        super().__init__(device)
+        self.ops = ops
         dirty = np.full(8 << 20, 0xFF, np.uint8)
         self.workspaces = Workspaces(*(to_device(dirty, x) for x in (device, device, tvm.cpu(0))))
 
@@ -62,18 +63,6 @@ class Maker:
         if isinstance(args, Example):
             return args
         return Example(getattr(self.ops, name), args)
-
-    def given(self, *shape: int, dtype: str = "float16") -> DeviceTensor:
-        """A random tensor."""
-        return to_device(normal(self.rng, shape, dtype), self.device)
-
-    def ints(self, values: Any) -> DeviceTensor:
-        """A tensor of int32."""
-        return to_device(np.asarray(values, np.int32), self.device)
-
-    def out(self, *shape: int, dtype: str = "float16") -> DeviceTensor:
-        """A tensor to be written."""
-        return poisoned(shape, dtype, self.device)
 
     def planned(self, make: Callable[..., Call], run: bool) -> Args:
         """Arguments of a plan, or of a run with one."""
@@ -206,67 +195,6 @@ class Maker:
         bound = self.ops.bind_split_qkv_rotary(*ROPE.values())
         return Example(bound, {k: x for k, x in self.rotary().items() if k not in ROPE})
 
-    def rotary_append(self) -> Args:
-        """Of a fused tensor into pages."""
-        return {
-            "qkv": self.given(3, 8, 64),
-            "positions": self.ints([4, 5, 900]),
-            "slots": self.ints([5, 63, -1]),
-            **ROPE,
-            "pages": self.given(4, 2, 2, 16, 64),
-            "q": self.out(3, 4, 64),
-        }
-
-    def apply_rope(self, **angles: Any) -> Args:
-        """Of queries and keys, into others."""
-        heads: Args = {"q": self.given(7, 4, 64), "k": self.given(7, 2, 64)}
-        outs: Args = {"q_out": self.out(7, 4, 64), "k_out": self.out(7, 2, 64)}
-        return heads | {"positions": self.ints(np.arange(7) * 9), **angles} | outs
-
-    def apply_rope_in_place(self) -> Args:
-        """Of two requests."""
-        return {
-            "q": self.given(7, 4, 64),
-            "k": self.given(7, 2, 64),
-            "indptr": self.ints([0, 3, 7]),
-            "offsets": self.ints([4, 0]),
-            "batch_size": 2,
-            "num_qo_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 64,
-            "rope_scale": 1.0,
-            "rope_theta": 1e4,
-        }
-
-    def token_slots(self) -> Args:
-        """Of two requests."""
-        return {
-            "qo_indptr": self.ints([0, 3, 4]),
-            "page_indptr": self.ints([0, 1, 3]),
-            "page_indices": self.ints([2, 0, 1]),
-            "last_page_len": self.ints([3, 1]),
-            "page_size": 16,
-            "positions": self.out(4, dtype="int32"),
-            "slots": self.out(4, dtype="int32"),
-        }
-
-    def norm(self, adds: bool) -> Args:
-        """Five rows, with a residual or without."""
-        names = ("x", "residual") if adds else ("x",)
-        outs = ("out", "sum") if adds else ("out",)
-        inputs: Args = {name: self.given(5, 64) for name in names}
-        rest: Args = {"weight": self.given(64), "eps": 1e-6}
-        return inputs | rest | {name: self.out(5, 64) for name in outs}
-
-    def many_states(self) -> Args:
-        """Three states of each row."""
-        return {
-            "v": self.given(9, 3, 4, 64),
-            "s": self.given(9, 3, 4, dtype="float32"),
-            "v_merged": self.out(9, 4, 64),
-            "s_merged": self.out(9, 4, dtype="float32"),
-        }
-
     def append(self) -> Args:
         """Three rows into four pages."""
         return {
@@ -284,18 +212,8 @@ class Maker:
             "position_map": self.ints([5, 63, -1]),
         }
 
-    def sampling(self) -> Args:
-        """Three rows of probabilities."""
-        return {
-            "probs": to_device(np.full((3, 8), 0.125, np.float32), self.device),
-            "uniform": to_device(np.array([0.1, 0.3, 0.6, 0.9], np.float32), self.device),
-            "sample_indices": self.ints([0, 0, 2, 1]),
-            "out_ids": self.out(4, dtype="int32"),
-        }
-
 
 GRAPH: Args = {"causal": 1, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.1}
-ROPE: Args = {"rope_theta": 1e4, "rope_scale": 1.0, "rotary_dim": 64, "rope_scaling": "{}"}
 OPTIONS: Args = {"options": "{}"}
 _MERGED = "v_a s_a v_b s_b v_merged s_merged"
 _COPY: Args = {"src_page": 2, "tgt_page": 0, "copy_length": 9}
@@ -362,26 +280,10 @@ MAKERS: dict[str, Callable[[Maker], Args | Example]] = {
     **{name: lambda _: {} for name in ("measured_archs", "clear_tuning", "tuning_files")},
     "merge_state": lambda m: m.states(_MERGED),
     "merge_state_in_place": lambda m: m.states("v s v_other s_other"),
-    "merge_states": Maker.many_states,
     "apply_attention_sinks": Maker.sinks,
     "split_qkv_rotary": Maker.rotary,
     "bind_split_qkv_rotary": lambda _: dict(ROPE),
     "bind_split_qkv_rotary()": Maker.bound_rotary,
-    "apply_rope": lambda m: m.apply_rope(**ROPE),
-    "apply_rope_cos_sin_cache": lambda m: m.apply_rope(
-        cos_sin_cache=m.given(60, 64, dtype="float32"), interleaved=0
-    ),
-    "batch_qk_apply_rotary_in_place": Maker.apply_rope_in_place,
-    "split_qkv_rotary_append": Maker.rotary_append,
-    "token_slots": Maker.token_slots,
-    "rmsnorm": lambda m: m.norm(False),
-    "gemma_rmsnorm": lambda m: m.norm(False),
-    "fused_add_rmsnorm": lambda m: m.norm(True),
-    "gemma_fused_add_rmsnorm": lambda m: m.norm(True),
-    **{
-        f"{name}_and_mul": lambda m: {"x": m.given(5, 128), "out": m.out(5, 64)}
-        for name in ("silu", "gelu", "gelu_tanh")
-    },
     "append_paged_kv_cache": Maker.append,
     "bind_append_paged_kv_cache": lambda _: dict(OPTIONS),
     "bind_append_paged_kv_cache()": lambda m: Example(
@@ -413,7 +315,7 @@ MAKERS: dict[str, Callable[[Maker], Args | Example]] = {
         "kv": m.out(2, 3, 64),
         "layer_id": 1,
     },
-    "sampling.parallel_sampling_from_prob": Maker.sampling,
+    **ROW_MAKERS,
     "call_counts": lambda _: {},
     "reset_call_counts": lambda _: {},
 }

@@ -12,7 +12,7 @@ from tvm_flashinfer.kernels.errors import UnsupportedKernelError
 KINDS = (
     "common", "batch_prefill_paged", "batch_prefill_ragged", "batch_decode", "batch_attention",
     "batch_mla", "batch_mla_sm90", "batch_prefill_paged_sm90", "batch_prefill_ragged_sm90",
-    "norm", "cascade", "rope",
+    "norm", "cascade", "rope", "sampling",
 )  # fmt: skip
 
 #: Kinds that serve every dtype and shape: what all attention needs, and families of their own.

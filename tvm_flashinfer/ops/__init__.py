@@ -40,7 +40,19 @@ from tvm_flashinfer.ops.rope import (
     split_qkv_rotary_append,
     token_slots,
 )
-from tvm_flashinfer.ops.sampling import sample_from_probs
+from tvm_flashinfer.ops.sampling import (
+    chain_speculative,
+    min_p_from_probs,
+    renorm_from_sorted,
+    sample_from_probs,
+    sample_from_sorted,
+    softmax,
+    top_k_from_probs,
+    top_k_renorm_probs,
+    top_k_top_p_from_probs,
+    top_p_from_probs,
+    top_p_renorm_probs,
+)
 
 __all__ = [
     "BatchDecode",
@@ -55,6 +67,7 @@ __all__ = [
     "attention_paged",
     "attention_ragged",
     "cascade_attention",
+    "chain_speculative",
     "copy_single_page",
     "decode_paged",
     "fused_add_rmsnorm",
@@ -65,13 +78,22 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "min_p_from_probs",
     "pack_mask",
+    "renorm_from_sorted",
     "rmsnorm",
     "sample_from_probs",
+    "sample_from_sorted",
     "silu_and_mul",
     "single_decode",
     "single_prefill",
+    "softmax",
     "split_qkv_rotary",
     "split_qkv_rotary_append",
     "token_slots",
+    "top_k_from_probs",
+    "top_k_renorm_probs",
+    "top_k_top_p_from_probs",
+    "top_p_from_probs",
+    "top_p_renorm_probs",
 ]

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../row_types.h"
+#include "../sampling_types.h"
 #include "../types.h"
 
 namespace tvm_flashinfer {
@@ -28,6 +29,12 @@ void AppendRows(const AppendRowsArgs& args);
 void CopyRows(const CopyRowsArgs& args);
 void ReadRows(const ReadRowsArgs& args);
 void SampleFromProbs(const SampleArgs& args);
+void DrawFiltered(const FilterDrawArgs& args);
+void RenormFiltered(const FilterRenormArgs& args);
+void DrawSorted(const SortedArgs& args);
+void RenormSorted(const SortedArgs& args);
+void SoftmaxRows(const SoftmaxArgs& args);
+void VerifyDrafts(const SpeculativeArgs& args);
 void NormRows(const NormArgs& args);
 void GateRows(const GatedArgs& args);
 void MergeManyStates(const MergeStatesArgs& args);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../row_types.h"
+#include "../sampling_types.h"
 #include "../types.h"
 
 namespace tvm_flashinfer {
@@ -163,6 +164,11 @@ using NormFn = int (*)(const NormArgs& args, CudaStream stream, char* error);
 using GateFn = int (*)(const GatedArgs& args, CudaStream stream, char* error);
 using MergeStatesFn = int (*)(const MergeStatesArgs& args, CudaStream stream, char* error);
 using RotaryMoveFn = int (*)(const RotaryMoveArgs& args, CudaStream stream, char* error);
+using FilterDrawFn = int (*)(const FilterDrawArgs& args, CudaStream stream, char* error);
+using FilterRenormFn = int (*)(const FilterRenormArgs& args, CudaStream stream, char* error);
+using SortedFn = int (*)(const SortedArgs& args, CudaStream stream, char* error);
+using SoftmaxFn = int (*)(const SoftmaxArgs& args, CudaStream stream, char* error);
+using SpeculativeFn = int (*)(const SpeculativeArgs& args, CudaStream stream, char* error);
 using TokenSlotsFn = int (*)(const TokenSlotsArgs& args, CudaStream stream, char* error);
 
 /*! \brief Compute capability of a device, for the choice of units. */
