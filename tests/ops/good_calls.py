@@ -15,7 +15,7 @@ from batches import Batch, Spec, indptr_of, make_batch
 from cache_calls import SLOTS, CacheSpec, make_cache_batch
 from cache_oracle import pack_bits, random_tree
 from calls import Args, Call, decode, paged_prefill, passed, ragged_prefill
-from device_tensors import DeviceTensor, poisoned, to_device
+from device_tensors import DeviceTensor, to_device
 from functions import Workspaces
 from good_row_calls import ROPE, ROW_MAKERS, RowMaker
 from mla_calls import MLASpec, mla_call
