@@ -142,7 +142,7 @@ CONFIG = {
 
 @pytest.mark.parametrize("command", ["tvm-flashinfer --help", *_commands()])
 def test_commands_of_the_documents_run(command: str, tmp_path: Path) -> None:
-    """Through ``python -m``, so that the checkout is what runs. A build is only listed."""
+    """Through ``python -m``, so that the checkout is what runs. Builds and tuning only list."""
     from tvm_flashinfer.report import CompileReport
 
     for name in ("config.json", "mlc-chat-config.json"):
@@ -150,7 +150,7 @@ def test_commands_of_the_documents_run(command: str, tmp_path: Path) -> None:
     report = CompileReport("cuda", "self-contained").to_json()
     (tmp_path / "model.so").write_bytes(b"\x7fELF" + report.encode())
     arguments = shlex.split(command)[1:]
-    if arguments[0] == "build":
+    if arguments[0] in ("build", "tune"):
         arguments.append("--dry-run")
     assert _run([sys.executable, "-m", "tvm_flashinfer", *arguments], tmp_path)
 

@@ -82,21 +82,24 @@ class CompileReport:
     ship : str
         Where the kernels are: ``"self-contained"`` in the model's library, ``"shared"`` in ours.
     rows : list of ReportRow
+    tuning : str
+        The file of tuning that the library carries, by its GPU; empty without one.
     """
 
     target: str
     ship: str
     rows: list[ReportRow] = field(default_factory=list)
+    tuning: str = ""
 
     @property
     def fallbacks(self) -> list[ReportRow]:
         """The rows that no kernel of ours serves."""
         return [row for row in self.rows if row.status == FALLBACK]
 
-    def extended(self, rows: Iterable[ReportRow]) -> CompileReport:
+    def extended(self, rows: Iterable[ReportRow], tuning: str = "") -> CompileReport:
         """Return the report with more rows; a row for the same site and slot is replaced."""
         merged = {(row.site, row.slot): row for row in [*self.rows, *rows]}
-        return CompileReport(self.target, self.ship, list(merged.values()))
+        return CompileReport(self.target, self.ship, list(merged.values()), tuning or self.tuning)
 
     def to_json(self) -> str:
         """Return the report as JSON, which `from_json` reads."""
@@ -121,19 +124,21 @@ class CompileReport:
     @classmethod
     def _from_data(cls, data: Mapping[str, Any]) -> CompileReport:
         rows = [ReportRow(**row) for row in data["rows"]]
-        texts = [data["target"], data["ship"]]
+        tuning = data.get("tuning", "")
+        texts = [data["target"], data["ship"], tuning]
         for row in rows:
             texts += [row.site, row.slot, row.kernel, row.arch, *row.reasons]
         for text in texts:
             if not isinstance(text, str):
                 raise TypeError(f"expected text, got {text!r}")
-        return cls(data["target"], data["ship"], rows)
+        return cls(data["target"], data["ship"], rows, tuning)
 
     @property
     def summary(self) -> str:
         """How many rows are native, and where the kernels are."""
         native = len(self.rows) - len(self.fallbacks)
-        return printable(f"{native} of {len(self.rows)} native ({self.target}, {self.ship})")
+        tuned = f", tuned for {self.tuning}" if self.tuning else ""
+        return printable(f"{native} of {len(self.rows)} native ({self.target}, {self.ship}{tuned})")
 
     def __str__(self) -> str:
         lines = [self.summary]
@@ -190,7 +195,7 @@ def report_of_file(path: str | Path) -> CompileReport:
         )
     report, *others = reports
     for other in others:
-        report = report.extended(other.rows)
+        report = report.extended(other.rows, other.tuning)
     return report
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,53 @@ def tuning_files(library: Any = None) -> list[dict[str, Any]]:
         all ranks that choose alike; and ``entries``, how many there are.
     """
     return [dict(file.items()) for file in function_of("flashinfer.tuning_files", library)()]
+
+
+@dataclass(frozen=True)
+class CarriedTuning:
+    """A file of tuning that a model carries.
+
+    Parameters
+    ----------
+    text : str
+        What the file holds.
+    description : str
+        The GPU, how many entries there are, and the digest.
+    """
+
+    text: str
+    description: str
+
+
+def tuning_to_carry(archs: Iterable[str]) -> CarriedTuning | None:
+    """Return the file that a model which is compiled now is to carry, or None without one.
+
+    That is the one that ``TVM_FLASHINFER_TUNING`` names. The GPU need not be that of this machine.
+
+    Parameters
+    ----------
+    archs : iterable of str
+        What the model is compiled for, such as ``"90a"``; none on CPU.
+
+    Raises
+    ------
+    ValueError
+        It is no file of tuning, or one for another version or for none of the architectures.
+    OSError
+        It cannot be read.
+    """
+    path, archs = os.environ.get(TUNING_VARIABLE), list(archs)
+    if not path or not archs:
+        return None
+    text = Path(path).read_text(encoding="utf-8")
+    found = function_of("flashinfer.check_tuning", None)(text, path)
+    if str(found["arch"]) not in {arch.rstrip("af") for arch in archs}:
+        raise ValueError(
+            f"{TUNING_VARIABLE} is {path!r}, a file for {found['gpu']}; the model is compiled for "
+            f"{', '.join(f'sm_{arch}' for arch in archs)}. Name the file of such a GPU, or leave "
+            "the variable unset"
+        )
+    return CarriedTuning(text, f"{found['gpu']}, {found['entries']} entries, {found['digest']}")
 
 
 def measured_archs() -> tuple[str, ...]:

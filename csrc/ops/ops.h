@@ -190,6 +190,7 @@ Map<String, Any> KernelChoice(String slot, String gpu_name, int64_t arch, int64_
                               int64_t head_dim_vo, bool causal, int64_t window_left,
                               Array<int64_t> qo_lens, Array<int64_t> kv_lens);
 Array<String> MeasuredArchs();
+Map<String, Any> CheckTuning(String text, String source);
 void LoadTuning(String text, String source);
 void ClearTuning();
 Array<Map<String, Any>> TuningFiles();

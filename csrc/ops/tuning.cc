@@ -146,6 +146,21 @@ void UseModelTuning(const Checker& check, const std::string& text) {
   Install(std::move(tuning));
 }
 
+Map<String, Any> CheckTuning(String text, String source) {
+  const Checker check("check_tuning");
+  const TuningFile file(check, text, source);
+  const std::string old = file.WhyOld();
+  if (!old.empty()) {
+    check.FailValue(Text(file.source(), " is an old file of tuning: ", old,
+                         "; make it again with `tvm-flashinfer tune`"));
+  }
+  const Gpu& gpu = file.gpu();
+  return {{"gpu", String(gpu.ToText())},
+          {"arch", static_cast<int64_t>(10 * gpu.major + gpu.minor)},
+          {"digest", String(file.digest())},
+          {"entries", file.size()}};
+}
+
 void LoadTuning(String text, String source) {
   const Checker check("load_tuning");
   auto tuning = ByUser(check, text, source);

@@ -219,7 +219,7 @@ const Tactic* TuningFile::Find(const ChoiceShape& shape) const {
   return it == tactics_.end() ? nullptr : &it->second;
 }
 
-std::string TuningFile::WhyStale() const {
+std::string TuningFile::WhyOld() const {
   if (version_ != kVersion) {
     return Text("it was made with tvm_flashinfer ", version_, ", this is ", kVersion);
   }
@@ -227,6 +227,12 @@ std::string TuningFile::WhyStale() const {
     return Text("it was made with the kernels of FlashInfer ", flashinfer_, ", these are of ",
                 kFlashInferVersion);
   }
+  return "";
+}
+
+std::string TuningFile::WhyStale() const {
+  const std::string old = WhyOld();
+  if (!old.empty()) return old;
   const int here = DriverCudaMajor();
   if (here != 0 && cuda_ != here) {
     return Text("it was made with a driver for CUDA ", cuda_, ", the one here is for CUDA ", here);

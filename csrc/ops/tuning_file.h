@@ -21,7 +21,9 @@ class TuningFile {
   /*! \brief The tactic for the class of a shape; null where none was measured. */
   const Tactic* Find(const ChoiceShape& shape) const;
 
-  /*! \brief Why these figures are not those of this library and driver; empty if they are. */
+  /*! \brief Why these figures are not those of this library; empty if they are. */
+  std::string WhyOld() const;
+  /*! \brief Why they are not those of this library and driver. */
   std::string WhyStale() const;
   /*! \brief Why they are not those of a GPU; empty if they are. */
   std::string WhyForeign(const Gpu& gpu) const;

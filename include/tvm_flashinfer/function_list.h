@@ -31,6 +31,7 @@
   X(cache_slot_with_tuning, MakeCacheSlotWithTuning)                       \
   X(kernel_choice, KernelChoice)                                           \
   X(measured_archs, MeasuredArchs)                                         \
+  X(check_tuning, CheckTuning)                                             \
   X(load_tuning, LoadTuning)                                               \
   X(clear_tuning, ClearTuning)                                             \
   X(tuning_files, TuningFiles)                                             \

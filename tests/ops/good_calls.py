@@ -276,7 +276,10 @@ MAKERS: dict[str, Callable[[Maker], Args | Example]] = {
         "qo_lens": [5, 17],
         "kv_lens": [40, 17],
     },
-    "load_tuning": lambda _: {"text": text_of_here(entry()), "source": "a test"},
+    **{
+        name: lambda _: {"text": text_of_here(entry()), "source": "a test"}
+        for name in ("load_tuning", "check_tuning")
+    },
     **{name: lambda _: {} for name in ("measured_archs", "clear_tuning", "tuning_files")},
     "merge_state": lambda m: m.states(_MERGED),
     "merge_state_in_place": lambda m: m.states("v s v_other s_other"),

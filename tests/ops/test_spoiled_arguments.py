@@ -133,7 +133,7 @@ ALLOWED = [
     (".*(split_qkv_rotary|apply_r).*", "rope_theta", "1e.300"),
     # Names, of which any will do.
     ("kernel_choice", "gpu_name", ".*"),
-    ("load_tuning", "source", ".*"),
+    ("(load|check)_tuning", "source", ".*"),
     # Configurations of models hold more than we read.
     (".*(split_qkv_rotary|apply_rope).*", "rope_scaling", ".*nothing.*"),
 ]

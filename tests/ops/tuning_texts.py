@@ -49,11 +49,18 @@ def text_of(*entries: Any, **changes: Any) -> str:
     return json.dumps(tuning(*entries, **changes))
 
 
-def text_of_here(*entries: Any) -> str:
-    """The same of this machine's first GPU, or of another where there is none."""
+def identity_of_here() -> dict[str, Any]:
+    """What a file says of this machine's first GPU, or of an H200 where there is none."""
     found, here = gpus(), driver()
     if not found or here is None:
-        return text_of(*entries)
-    major, minor = found[0]["capability"]
-    gpu = (found[0]["name"], 10 * major + minor, found[0]["num_sm"])
-    return text_of(*entries, gpu=gpu, cuda_driver=int(here["cuda"].split(".")[0]))
+        whole = tuning()
+    else:
+        major, minor = found[0]["capability"]
+        gpu = (found[0]["name"], 10 * major + minor, found[0]["num_sm"])
+        whole = tuning(gpu=gpu, cuda_driver=int(here["cuda"].split(".")[0]))
+    return {"gpu": whole["gpu"], "versions": whole["versions"]}
+
+
+def text_of_here(*entries: Any) -> str:
+    """A file of this machine, or of an H200 where there is no GPU."""
+    return json.dumps({**tuning(*entries), **identity_of_here()})

@@ -60,6 +60,15 @@ def test_report_with_a_fallback(tmp_path: Path) -> None:
     assert json.loads(invoke("report", path, "--json").stdout)["requires"] is None
 
 
+def test_report_of_a_tuned_library(tmp_path: Path) -> None:
+    path = tmp_path / "model.so"
+    report = CompileReport("cuda", "self-contained", [ROW], "NVIDIA H200, 3 entries, 12ab")
+    path.write_bytes(b"\x7fELF" + report.to_json().encode())
+    assert read_report(path) == report
+    expected = "1 of 1 native (cuda, self-contained, tuned for NVIDIA H200, 3 entries, 12ab)"
+    assert expected in invoke("report", path).stdout
+
+
 def test_report_of_a_library_that_cannot_be_loaded_here(library: Path, tmp_path: Path) -> None:
     newer = tmp_path / "newer.so"
     newer.write_bytes(library.read_bytes().replace(b"flashinfer>=0.1.0", b"flashinfer>=9.8.7"))

@@ -10,6 +10,7 @@ from tvm_flashinfer.cli.doctor import doctor
 from tvm_flashinfer.cli.output import guarded
 from tvm_flashinfer.cli.report import report
 from tvm_flashinfer.cli.support import support
+from tvm_flashinfer.cli.tune import tune_command
 from tvm_flashinfer.kernels.paths import cmake_dir
 
 __all__ = ["main"]
@@ -37,11 +38,12 @@ def main() -> None:
     model would run on the kernels here, before it is compiled, and `report` what a compiled model
     runs on. Kernels are compiled when they are first needed, which takes from ten seconds to a
     minute each; `build` does that beforehand, and `cache` shows and removes what was compiled.
+    `tune` measures which kernels are fastest for a model on the GPU of this machine.
 
     Every command ends with status 0 when all is well, and with 2 when it was used wrongly. What
     other statuses mean is in the help of the commands: tvm-flashinfer COMMAND --help.
     """
 
 
-for _command in (doctor, support, report, build, cache):
+for _command in (doctor, support, report, build, cache, tune_command):
     main.add_command(_command)

@@ -73,7 +73,7 @@ def support(
     kernels they need: those that are prebuilt or compiled already, and those that a compile of the
     model would compile.
     """
-    model = _read(config, dtype, shards)
+    model = read_config(config, dtype, shards)
     named = parse_archs([*archs] or os.environ.get(_MORE_ARCHS, "")) or default_archs()
     os.environ.pop(_MORE_ARCHS, None)  # each architecture is looked at by itself
     found = {arch: _Support(model, arch) for arch in named}
@@ -98,7 +98,8 @@ def support(
         raise SystemExit(_FALLS_BACK)
 
 
-def _read(config: Path, dtype: str | None, shards: int | None) -> ModelConfig:
+def read_config(config: Path, dtype: str | None, shards: int | None) -> ModelConfig:
+    """Return what a file says of a model's cache, or end with what is wrong with it."""
     try:
         from tvm_flashinfer.relax.model_config import ModelConfigError, read_model_config
     except ModuleNotFoundError as error:

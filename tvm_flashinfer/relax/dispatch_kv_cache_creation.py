@@ -22,7 +22,7 @@ from tvm_flashinfer.relax.config import (
     PagedKVCacheConfig,
     parse_generic_call,
 )
-from tvm_flashinfer.relax.kv_cache import creation_call
+from tvm_flashinfer.relax.kv_cache import carried_description, creation_call
 from tvm_flashinfer.relax.report import CompileReport, ReportRow, attach_report
 from tvm_flashinfer.relax.ship import link_kernels, resolve_ship
 from tvm_flashinfer.relax.strict import (
@@ -144,7 +144,8 @@ class DispatchKVCacheCreation:
         if not all(reasons):
             new_mod, note = bind_windows_of(new_mod, self.configs)
             rows = _with_window_note(rows, sites, note)
-        self.report = CompileReport(target.kind.name, ship, rows)
+        tuning = carried_description(target) if served else ""
+        self.report = CompileReport(target.kind.name, ship, rows, tuning)
         _warn_of_fallbacks(sites, reasons)
         return attach_report(new_mod, self.report)
 

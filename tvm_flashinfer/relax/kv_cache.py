@@ -20,9 +20,11 @@ from tvm_flashinfer.relax.ship import external_modules, resolve_ship
 from tvm_flashinfer.relax.support import (
     UnsupportedConfigError,
     attention_head_dims,
+    target_archs,
     unplanned_reasons,
     unsupported_reasons,
 )
+from tvm_flashinfer.tuning import tuning_to_carry
 
 #: TVM's function that makes the cache object.
 CREATE_SYMBOL = "vm.builtin.paged_attention_kv_cache_create"
@@ -130,7 +132,7 @@ class FlashInferPagedKVCache(PagedKVCache):
         ship = resolve_ship(ship, target)
         self.extern_mods = external_modules([self.config], target, ship)
         rows = slots.native_rows(self.config, target, name)
-        self.report = CompileReport(target.kind.name, ship, rows)
+        self.report = CompileReport(target.kind.name, ship, rows, carried_description(target))
         super().__init__(_expr=creation_call(self.config, target), _name=name)
 
 
@@ -195,6 +197,12 @@ def creation_call(config: PagedKVCacheConfig, target: Target) -> rx.Call:
     )
 
 
+def carried_description(target: Target) -> str:
+    """Return what a report says of the file of tuning that a model carries; empty without one."""
+    carried = tuning_to_carry(target_archs(target))
+    return carried.description if carried else ""
+
+
 def _function(slot: slots.Slot) -> rx.ExternFunc:
     return rx.ExternFunc(f"flashinfer.{slot.function}")
 
@@ -239,6 +247,8 @@ def _attention_slots(
     window = {}
     if config.has_sliding_layers:
         window["layer_window"] = config.layer_sliding_window_size
+    carried = tuning_to_carry(target_archs(target))
+    tuning = [carried] if carried else []
     slopes = rx.const(np.array(config.alibi_slopes, "float32")) if config.alibi_slopes else None
 
     def made(slot: slots.Slot, **latent: int) -> rx.Var:
@@ -251,6 +261,10 @@ def _attention_slots(
             function = slots.CACHE_SLOT
             planned = slot.planned and not unplanned_reasons(config, target, slot.attention)
             arguments = (rx.prim_value(bool(planned)), rx.prim_value(config.support_sliding_window))
+            if planned and tuning:
+                # Once: what one slot brings is used by the plans of all.
+                function = slots.CACHE_SLOT_WITH_TUNING
+                arguments = (*arguments, StringImm(tuning.pop().text))
         call = rx.call_pure_packed(
             f"flashinfer.{function}", *name_and_options, *arguments, ty_args=rx.AnyType()
         )

@@ -68,7 +68,8 @@ def _extending(mod: tvm.IRModule, report: CompileReport) -> CompileReport:
     var = _report_var(mod)
     if var is None:
         return report
-    return CompileReport.from_json(mod[var].body.body.value).extended(report.rows)
+    earlier = CompileReport.from_json(mod[var].body.body.value)
+    return earlier.extended(report.rows, report.tuning)
 
 
 def _report_var(mod: tvm.IRModule) -> tvm.ir.GlobalVar | None:

@@ -46,6 +46,9 @@ def _attention(name: str, attention: str, planned: str = "") -> Slot:
 #: Gives TVM the functions of an attention slot when the cache is created.
 CACHE_SLOT = "cache_slot"
 
+#: The same, with a file of tuning that the model carries.
+CACHE_SLOT_WITH_TUNING = "cache_slot_with_tuning"
+
 #: The same for a cache with ALiBi, whose slopes are on the device.
 CACHE_SLOT_WITH_SLOPES = "cache_slot_with_slopes"
 
