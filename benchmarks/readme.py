@@ -77,6 +77,18 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def never_timed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each reason why peers are in no table."""
+    reasons: dict[str, list[str]] = {}
+    for name in PEERS:
+        sides = [row["sides"][name] for row in rows if name in row["sides"]]
+        told = [side["absent"] for side in sides if "absent" in side]
+        if sides and len(told) == len(sides):
+            # The commonest: the others are of rows that the peer does not serve anyway.
+            reasons.setdefault(max(told, key=told.count), []).append(name)
+    return [f"Not timed: {', '.join(names)}: {reason}." for reason, names in reasons.items()]
+
+
 def tables(found: dict[str, Any], path: str) -> str:
     """What stands in the README for a file of results."""
     machine, software, limits = found["machine"], found["software"], found["limits"]
@@ -96,6 +108,8 @@ def tables(found: dict[str, Any], path: str) -> str:
         rows = [row for row in found["rows"] if row["kind"] in kinds]
         if rows:
             lines += ["", f"{title}:", "", *table(rows)]
+    for line in never_timed(found["rows"]):
+        lines += ["", line]
     return "\n".join(lines)
 
 

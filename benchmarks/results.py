@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import tvm_flashinfer
+
 from .work import Row
 
 SCHEMA = 1
@@ -37,6 +39,7 @@ def header(machine: Any, limits: dict[str, float], options: Any, command: str) -
             "rotated_bytes": machine.rotate_bytes,
             "repeats": options.repeats,
             "pause_s": options.pause,
+            "tuning": tvm_flashinfer.tuning_files(),
             "clock": "CUDA events, the host ahead" if machine.kind == "cuda" else "wall",
         },
         "command": command,
@@ -52,8 +55,6 @@ def _versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     if found["tvm-flashinfer"] is None:
-        import tvm_flashinfer
-
         found["tvm-flashinfer"] = f"{tvm_flashinfer.__version__} (checkout)"
     return found
 

@@ -24,6 +24,8 @@ from .host_loop import load_loop
 #: The kernel of a plan, by the first value behind the header (`PlanKind` and `PlanHeader` in csrc).
 PLAN_KERNELS = {1: "fa2", 2: "decode", 3: "mla", 4: "fa3", 5: "batch_attention"}
 PLAN_HEADER = 17
+#: Where the part of latent attention says whether it is for Hopper (`MLAPlanPart`).
+MLA_PLACE = 2
 VARIABLE = "TVM_FLASHINFER_PREFILL_KERNEL"
 WORKSPACE_BYTES = (256 << 20, 16 << 20, 16 << 20)
 
@@ -38,6 +40,8 @@ def kernel_of_plan(case: Case, plan: Any) -> str:
     values = list(plan)
     if case.machine.kind == "cpu":
         return "cpu"
+    if case.row.kind == "mla":
+        return "sm90" if values[PLAN_HEADER + MLA_PLACE] else "fa2"
     return PLAN_KERNELS.get(values[PLAN_HEADER], f"kind {values[PLAN_HEADER]}")
 
 

@@ -100,6 +100,9 @@ def test_kernel_of_a_plan_is_read_where_plans_have_it() -> None:
     """Places and numbers are those of the C++ code."""
     header = (ROOT / "csrc/ops/attention_plan.h").read_text(encoding="utf-8")
     assert f"kSize = {ours.PLAN_HEADER};" in header
+    latent = (ROOT / "csrc/ops/batch_mla.cc").read_text(encoding="utf-8")
+    part = re.search(r"struct MLAPlanPart {(.*?)kSize", latent, re.DOTALL)[1]
+    assert re.findall(r"int64_t (\w+);", part)[ours.MLA_PLACE] == "on_sm90"
     table = (ROOT / "csrc/kernels/cuda/kernel_table.h").read_text(encoding="utf-8")
     kinds = re.search(r"enum PlanKind : int64_t {(.*?)};", table, re.DOTALL)[1]
     assert {int(n) for n in re.findall(r"= (\d+)", kinds)} == set(ours.PLAN_KERNELS)
