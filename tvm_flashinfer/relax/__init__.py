@@ -20,6 +20,7 @@ from tvm_flashinfer.relax.cache_attention import attention_with_sinks
 from tvm_flashinfer.relax.config import KVCacheCallError, PagedKVCacheConfig, parse_generic_call
 from tvm_flashinfer.relax.dispatch_attention import DispatchAttention
 from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
+from tvm_flashinfer.relax.dispatch_sampling import DispatchSampling
 from tvm_flashinfer.relax.kv_cache import FlashInferPagedKVCache
 from tvm_flashinfer.relax.patterns import attention_patterns, partition_for_flashinfer
 from tvm_flashinfer.relax.pipeline import flashinfer_pipeline
@@ -32,6 +33,7 @@ __all__ = [
     "CompileReport",
     "DispatchAttention",
     "DispatchKVCacheCreation",
+    "DispatchSampling",
     "FallbackWarning",
     "FlashInferPagedKVCache",
     "KVCacheCallError",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import tvm
 from tvm import relax as rx
 from tvm.target import Target
@@ -23,10 +21,10 @@ from tvm_flashinfer.relax.report import FALLBACK, NATIVE, CompileReport, ReportR
 from tvm_flashinfer.relax.ship import link_kernels, resolve_ship
 from tvm_flashinfer.relax.slots import arch_text
 from tvm_flashinfer.relax.strict import (
-    FallbackWarning,
     StrictModeError,
     strict_mode,
     strict_violations,
+    warn_of_fallbacks,
 )
 
 
@@ -99,7 +97,7 @@ class DispatchAttention:
         if violations and strict_mode(self.strict):
             raise StrictModeError(violations)
         self.report = CompileReport(target.kind.name, ship, rows)
-        _warn_of_fallbacks(violations)
+        warn_of_fallbacks("attention", violations)
         specs = [
             spec
             for found in served.values()
@@ -179,13 +177,3 @@ class _Rewriter(rx.PyExprMutator):
             return super().visit_call_(call)
         dims = kernel_head_dims(site, self.target)
         return emit_attention(self.builder_, site, dims, self.visit_expr)
-
-
-def _warn_of_fallbacks(violations: list[str]) -> None:
-    if violations:
-        lines = "".join(f"\n  - {violation}" for violation in violations)
-        warnings.warn(
-            f"some attention of the model runs on TVM's own kernels:{lines}",
-            FallbackWarning,
-            stacklevel=2,
-        )

@@ -14,6 +14,7 @@ from tvm.target import Target
 from tvm_flashinfer.relax._compat import DEFAULT_LAYER_WINDOW
 from tvm_flashinfer.relax.dispatch_attention import DispatchAttention
 from tvm_flashinfer.relax.dispatch_kv_cache_creation import DispatchKVCacheCreation
+from tvm_flashinfer.relax.dispatch_sampling import DispatchSampling
 from tvm_flashinfer.relax.support import TARGETS
 
 #: The name for ``relax.get_pipeline`` and ``tvm.compile(..., relax_pipeline=...)``.
@@ -39,6 +40,7 @@ def library_dispatch_passes(
     return [
         DispatchKVCacheCreation(target, ship, strict, layer_sliding_window_size),
         DispatchAttention(target, ship, strict, binary_masks),
+        DispatchSampling(target, ship, strict),
         *_backend(target).library_dispatch_passes(target),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import tvm_ffi
 
@@ -54,3 +55,21 @@ def strict_violations(rows: list[ReportRow]) -> list[str]:
         if row.status == FALLBACK
         for reason in row.reasons
     ]
+
+
+def warn_of_fallbacks(what: str, violations: list[str]) -> None:
+    """Warn of what `strict_violations` returned, if it is anything.
+
+    Parameters
+    ----------
+    what : str
+        What of a model it is, such as ``"attention"``.
+    violations : list of str
+    """
+    if violations:
+        lines = "".join(f"\n  - {violation}" for violation in violations)
+        warnings.warn(
+            f"some {what} of the model runs on TVM's own kernels:{lines}",
+            FallbackWarning,
+            stacklevel=3,
+        )
