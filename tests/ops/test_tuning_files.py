@@ -233,6 +233,29 @@ def test_file_of_another_machine(driver, tmp_path, gpus, changes, message):
         assert "run `tvm-flashinfer tune` here" in found["error"]
 
 
+DOCTOR = """
+import sys
+from tvm_flashinfer.cli import main
+import tvm_flashinfer.kernels.environment as environment
+for name in ("_tvm", "_contract", "_mlc_llm"):  # TVM looks for a whole driver
+    setattr(environment, name, lambda: None)
+main(["doctor"])
+"""
+
+
+def test_doctor_knows_the_file_and_the_gpu(driver, tmp_path):
+    path = written(tmp_path / "tuning.json", text_of(entry(), gpu=A100))
+    for gpu, line in (
+        (A100, f"kernels are chosen by {path}: NVIDIA A100-SXM4-80GB (sm_80, 108 SMs)"),
+        (H200, f"problem: flashinfer.tuning_files: {path} is not for this machine: it was made on"),
+    ):
+        process = start(DOCTOR, **{VARIABLE: str(path)}, **on_machine(driver, gpu))
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert line in out
+        assert ("no kernel was ever measured on sm_80" in out) == (gpu == A100)
+
+
 def slot_with(ops: Any, text: str) -> None:
     """What a model does that carries a file of tuning, when its cache is created."""
     made = ops.cache_slot_with_tuning("decode_paged", "{}", True, 0, text)

@@ -27,8 +27,8 @@ from tvm_flashinfer.tuner.measure import Measurement
 
 LIMITS = Limits(max_batch=2, max_keys=512, max_rows=256, max_bytes=4 << 20)
 SHAPES = {
-    "group 4": ModelShape(8, 2, 64, 64),
-    "group 1": ModelShape(2, 2, 64, 64, "bfloat16"),
+    "group 4": ModelShape(8, 2, 128, 128),
+    "group 1": ModelShape(2, 2, 128, 128, "bfloat16"),
     "mla": ModelShape(2, 1, 512, 512, is_mla=True),
 }
 
@@ -64,8 +64,8 @@ def test_wrong_result_is_found() -> None:
     measure = Measurement(shape, identity_of_here(), tvm.cpu(), LIMITS)
     assert measure(point, Tactic("fa2")) > 0
     assert measure._expected is not None
-    measure._expected[1][:] += 0.1
-    with pytest.raises(TacticError, match="differs from that of another kernel by 1"):
+    measure._expected[1][:] += 0.2
+    with pytest.raises(TacticError, match=r"differs from that of another kernel by [12]"):
         measure(point, Tactic("batch_attention"))
 
 

@@ -13,6 +13,7 @@ from tvm_flashinfer.kernels.environment import environment
 #: What does not fit a line of the table.
 _PRINTED_BELOW = (
     "problems", "tvm_contract", "mlc_llm", "prebuilt_kernels", "cache", "never_measured",
+    "tuning",
 )  # fmt: skip
 
 
@@ -53,6 +54,9 @@ def _print_environment(found: dict[str, Any]) -> None:
     _echo_kernels(found)
     _echo_mlc_llm(found["mlc_llm"] or [])
     out = console()
+    if tuning := found["tuning"]:
+        problem = f"problem: {tuning['unused']}" if tuning["unused"] else ""
+        out.print(problem or f"kernels are chosen by {tuning['source']}: {tuning['gpu']}")
     if found["never_measured"]:
         out.print(f"note: {found['never_measured']}")
     if contract is not None and contract["fits"]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import sys
@@ -119,8 +120,9 @@ def environment() -> dict[str, Any]:
     environment : dict
         Versions of this package, TVM and the tools; the native library; how TVM's cache calls its
         functions; what MLC LLM is given when it imports TVM; where the headers and the cache are;
-        the GPUs, and on which of them no kernel was ever measured; and ``problems``, what keeps
-        kernels from being built here. Parts that could not be found out are None.
+        the GPUs, and on which of them no kernel was ever measured; the file of tuning; and
+        ``problems``, what keeps kernels from being built here. Parts that could not be found out
+        are None.
     """
     problems: list[str] = []
     return {
@@ -141,6 +143,7 @@ def environment() -> dict[str, Any]:
         "cache": _guarded(_cache, problems),
         "driver": driver(),
         "gpus": gpus(),
+        "tuning": _guarded(_tuning, problems),
         "never_measured": _guarded(_never_measured, problems),
         "problems": problems + (_guarded(missing_tools, problems) or []),
     }
@@ -177,6 +180,21 @@ def _tvm() -> str | None:
         return None
     names = importlib.metadata.packages_distributions().get("tvm", [])
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(names)) or "not installed"
+
+
+def _tuning() -> dict[str, Any] | None:
+    """The file that TVM_FLASHINFER_TUNING names, and why it cannot be used; None without one."""
+    from tvm_flashinfer.hooks import turned_off
+    from tvm_flashinfer.tuning import TUNING_VARIABLE, tuning_files
+
+    path = os.environ.get(TUNING_VARIABLE)
+    if not path or turned_off():
+        return None
+    try:
+        used = [file for file in tuning_files() if file["source"] == path]
+    except ValueError as error:
+        return {"path": path, "unused": str(error)}
+    return {**used[0], "unused": ""} if used else {"path": path, "unused": "another is in use"}
 
 
 def _never_measured() -> str | None:
