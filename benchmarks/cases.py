@@ -281,7 +281,7 @@ class Plan(Attention):
 
 def make_case(row: Row, machine: Any) -> Case:
     """The case of a row."""
-    from . import moves, slots
+    from . import moves, rows, slots
 
     if row.kind == "model":
         from .models import Model
@@ -293,5 +293,7 @@ def make_case(row: Row, machine: Any) -> Case:
         "decode": Attention, "ragged": Attention, "paged": Attention, "host_run": Attention,
         "host_plan": Plan, "mla": Latent, "rotary": moves.Rotary, "append": moves.Append,
         "merge": moves.Merge, "copy_page": moves.CopyPage, "compact": moves.Compact,
+        "rotary_append": rows.RotaryAppend, "rmsnorm": rows.Norm, "add_rmsnorm": rows.AddNorm,
+        "silu": rows.Gate,
     }  # fmt: skip
     return kinds[row.kind](row, machine)

@@ -23,7 +23,8 @@ class Row:
     name : str
         What ``--row`` takes.
     kind : str
-        decode, ragged, paged, mla, rotary, append, merge, copy_page or compact; slot_... for what
+        decode, ragged, paged, mla, rotary, append, merge, copy_page or compact; rotary_append,
+        rmsnorm, add_rmsnorm or silu, whose rows have the width of head_dim; slot_... for what
         TVM's cache calls without a plan; host_plan and host_run, whose time is that of the host;
         model for whole models.
     batch : int
@@ -73,7 +74,9 @@ class Row:
             return 0
         if self.kind == "mla":
             return item * self.batch * (self.kv_len * (CKV + KPE) + qo * (2 * CKV + KPE))
-        if self.kind == "rotary":
+        if self.kind in ("rmsnorm", "add_rmsnorm", "silu"):
+            return {"rmsnorm": 2, "add_rmsnorm": 4, "silu": 3}[self.kind] * self.batch * d * item
+        if self.kind in ("rotary", "rotary_append"):
             return 2 * self.batch * (qo + 2 * kv) * d * item
         if self.kind in ("append", "compact"):
             return 2 * self.batch * 2 * kv * d * item
@@ -136,6 +139,11 @@ def moved(kind: str, count: int, heads: tuple[int, int] = (32, 8)) -> Row:
     return Row(f"{kind}-{count}", kind, count, heads=heads)
 
 
+def wide(kind: str, count: int, dim: int) -> Row:
+    """A norm or a gate of `count` rows of this width."""
+    return Row(f"{kind}-{count}-d{dim}", kind, count, heads=(1, 1), head_dim=dim)
+
+
 def unplanned(row: Row) -> Row:
     """The same work by the kernel that makes its schedule on the device."""
     return replace(row, name=f"unplanned-{row.name}", planned=False)
@@ -185,6 +193,12 @@ OTHER = [
     ),
     mla(64, 128, 4096), mla(16, 128, 4096), mla(128, 1, 4096), mla(16, 64, 1024),
     moved("rotary", 64), moved("append", 64), moved("merge", 64),
+    moved("rotary_append", 1), moved("rotary_append", 64), moved("rotary_append", 5000),
+    *(
+        wide(kind, count, dim)
+        for kind, dim in (("rmsnorm", 4096), ("add_rmsnorm", 4096), ("silu", 14336))
+        for count in (1, 64, 5000)
+    ),
     unplanned(decode(1, 4096)), unplanned(decode(64, 4096)), unplanned(prompts("ragged", 4, 4096)),
     slot("decode", 32, 2048, feature="window"), slot("decode", 32, 2048, feature="window-rope"),
     slot("prefill", 8, 2048, 256), slot("prefill", 8, 2048, 256, "window"),
@@ -205,6 +219,11 @@ TINY = [
     Row("tiny-mla", "mla", 2, 32, 1, (4, 1), CKV, "float32"),
     Row("tiny-rotary", "rotary", 40, heads=(4, 2), head_dim=32, dtype="float32"),
     Row("tiny-append", "append", 40, heads=(4, 2), head_dim=32, dtype="float32"),
+    Row("tiny-rotary_append", "rotary_append", 40, heads=(4, 2), head_dim=32, dtype="float32"),
+    *(
+        Row(f"tiny-{kind}", kind, 9, heads=(1, 1), head_dim=96, dtype="float32")
+        for kind in ("rmsnorm", "add_rmsnorm", "silu")
+    ),
     Row("tiny-merge", "merge", 40, heads=(4, 2), head_dim=32, dtype="float32"),
     Row("tiny-copy_page", "copy_page", 1, heads=(4, 2), head_dim=32, dtype="float32"),
     Row("tiny-compact", "compact", 32, heads=(4, 2), head_dim=32, dtype="float32"),

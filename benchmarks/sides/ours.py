@@ -17,6 +17,7 @@ import tvm_flashinfer
 
 from ..cases import Case
 from ..moves import THETA
+from ..rows import EPS
 from ..work import CKV, WINDOW
 from . import Absent, Side
 from .host_loop import load_loop
@@ -199,6 +200,13 @@ def _unplanned(case: Case) -> tuple[list[tuple[Any, tuple]], str, str]:
     return calls, f"attention_{name}", kernel
 
 
+#: Kinds of rows that are moved, merged or computed one by one.
+MOVES = (
+    "rotary", "append", "merge", "copy_page", "compact", "rotary_append", "rmsnorm", "add_rmsnorm",
+    "silu",
+)  # fmt: skip
+
+
 def move_arguments(case: Case, i: int) -> tuple[Any, ...]:
     """What functions that move or merge rows take, TVM's and ours alike."""
     given, kind = Arguments(case), case.row.kind
@@ -207,6 +215,17 @@ def move_arguments(case: Case, i: int) -> tuple[Any, ...]:
         return (*given.of(i, "qkv"), shared["positions"], *given.of(i, "q", "k", "v"), 1)
     if kind == "append":
         return (*given.of(i, "o", "k", "v"), shared["slots"])
+    if kind == "rotary_append":
+        rope = (THETA, 1.0, case.row.head_dim, "{}")
+        return (
+            *given.of(i, "qkv"), shared["positions"], shared["slots"], *rope, *given.of(i, "o", "q")
+        )  # fmt: skip
+    if kind == "rmsnorm":
+        return (*given.of(i, "x"), shared["weight"], EPS, *given.of(i, "o"))
+    if kind == "add_rmsnorm":
+        return (*given.of(i, "x", "residual"), shared["weight"], EPS, *given.of(i, "o", "sum"))
+    if kind == "silu":
+        return tuple(given.of(i, "x", "o"))
     if kind == "merge":
         return tuple(given.of(i, "v", "s", "v_other", "s_other"))
     if kind == "copy_page":
@@ -220,7 +239,8 @@ def _moves(case: Case) -> tuple[list[tuple[Any, tuple]], str, str]:
     name = {
         "rotary": "split_qkv_rotary", "append": "append_paged_kv_cache",
         "merge": "merge_state_in_place", "copy_page": "copy_single_page",
-        "compact": "compact_kv_copy",
+        "compact": "compact_kv_copy", "rotary_append": "split_qkv_rotary_append",
+        "rmsnorm": "rmsnorm", "add_rmsnorm": "fused_add_rmsnorm", "silu": "silu_and_mul",
     }[row.kind]  # fmt: skip
     if row.kind == "rotary":
         function = op("bind_split_qkv_rotary")(THETA, 1.0, row.head_dim, "{}")
@@ -231,7 +251,7 @@ def _moves(case: Case) -> tuple[list[tuple[Any, tuple]], str, str]:
 
 def functions(case: Case, kernel: str | None = None) -> tuple[list[tuple[Any, tuple]], str, str]:
     """Function and arguments of each buffer, the name that calls count under, and the kernel."""
-    if case.row.kind in ("rotary", "append", "merge", "copy_page", "compact"):
+    if case.row.kind in MOVES:
         return _moves(case)
     if case.row.kind.startswith("slot"):
         return _slot(case)

@@ -100,6 +100,11 @@ def build(case: Any) -> Side:
         return whole_model("tir", case, case.default_pipeline(), None)
     if kind == "host_plan":
         raise Absent("TVM's kernels have no plan")
+    if kind in ("rotary_append", "rmsnorm", "add_rmsnorm", "silu"):
+        from . import tir_rows
+
+        calls = tir_rows.calls_of(case, machine.target)
+        return Side("tir", calls, "TIR, dlight" if machine.kind == "cuda" else "TIR")
     text = str(machine.target)
     _TARGETS[text] = machine.target
     kernel = _compiled(
