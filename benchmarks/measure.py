@@ -35,7 +35,7 @@ class Options:
     Attributes
     ----------
     repeats : int
-        Timings of each side, if a call takes less than 20 ms; else 3.
+        Timings of each side, if a call takes less than 20 ms; else 3, and 1 above 300 ms.
     pause : float
         Seconds between timings of two sides.
     cross_check : bool
@@ -47,7 +47,7 @@ class Options:
     cross_check: bool = True
 
 
-SLOW_CALL = 0.02
+SLOW_CALL, VERY_SLOW_CALL = 0.02, 0.3
 #: More of the measured limit than this is nothing that a GPU can do; a processor's limits, which
 #: other programs share, are too loose for it.
 MOST_OF_LIMIT = 1.15
@@ -132,9 +132,11 @@ class Measured:
             raise Refused("it has a tuner, which never ran")
         self._tuned = tuner.runs() if tuner else 0
         self._kernel = side.kernel
-        once = self._checked([0], self._time)
-        rough = min(once, self._checked([0], self._time))
+        rough = self._checked([0], self._time)
         self.slow = rough > SLOW_CALL
+        if not self.slow:
+            rough = min(rough, self._checked([0], self._time))
+        self.rough = rough
         most = len(case.buffers) if case.once else 200
         if self.host:
             most = max(1, HOST_CALLS // side.inner)
@@ -143,6 +145,8 @@ class Measured:
     @property
     def repeats(self) -> int:
         """How often this side is timed."""
+        if self.rough > VERY_SLOW_CALL:
+            return 1
         return min(3, self.options.repeats) if self.slow else self.options.repeats
 
     def _run(self, calls: Sequence[Any], again: Any) -> None:

@@ -156,6 +156,21 @@ def test_hot_cache(case: Any, right: Side) -> None:
         measure(case, [right], Options(repeats=1), 1e-6)
 
 
+@pytest.mark.parametrize(("seconds", "repeats"), [(1e-3, 5), (0.1, 3), (1.0, 1)])
+def test_slow_sides_are_timed_less_often(
+    case: Any, right: Side, seconds: float, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(calls: Any, again: Any = None) -> float:
+        for call in calls:
+            call()
+        return seconds
+
+    monkeypatch.setattr(case.machine, "timed", timed)
+    found = measure(case, [right], Options(repeats=5, pause=0.0), 1e-6)["ours"]["us"]
+    assert found["repeats"] == repeats
+    assert found["median"] == pytest.approx(seconds * 1e6)
+
+
 def test_all_buffers_take_turns(timed: Any, case: Any, right: Side) -> None:
     """Between two calls on a buffer all others are called."""
     order: list[int] = []
