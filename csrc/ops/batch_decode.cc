@@ -17,6 +17,33 @@ namespace {
 using kernels::cuda::PlanArgs;
 using kernels::cuda::PlanFn;
 
+PlanFn PlanOfCudaCore(const Checker& check, DLDevice device, kernels::DType dtype,
+                      const PlanArgs& args) {
+  const UnitSpec unit{"batch_decode", dtype, args.head_dim_qk, args.head_dim_vo};
+  return reinterpret_cast<PlanFn>(RequireKernel(check, "batch_decode_plan", unit, device));
+}
+
+/*!
+ * \brief Whether a file's choice can be followed. Models with four or more query heads per KV head
+ * do without the CUDA-core kernel, and a file must not make one fail that its rule would serve.
+ */
+bool CanFollow(const Checker& check, DLDevice device, kernels::DType dtype, const PlanArgs& args,
+               const Tuned& tuned, Kernel rule) {
+  if (!tuned || tuned.tactic->kernel != Kernel::kCudaCore || rule == Kernel::kCudaCore) {
+    return bool(tuned);
+  }
+  if (tuned.file->lacks_cuda_core()) return false;
+  try {
+    PlanOfCudaCore(check, device, dtype, args);
+    return true;
+  } catch (const tvm::ffi::Error& error) {
+    if (tuned.file->NoteLacksCudaCore()) {
+      Warn(Text(tuned.file->source(), " asks for cuda_core, and ", error.message()));
+    }
+    return false;
+  }
+}
+
 /*! \brief Choose the kernel for a batch, and make its part of the plan. */
 std::vector<int64_t> PlanDecode(const Checker& check, DLDevice device, kernels::DType dtype,
                                 PlanArgs args) {
@@ -31,11 +58,13 @@ std::vector<int64_t> PlanDecode(const Checker& check, DLDevice device, kernels::
                           args.batch_size,
                           int64_t{args.kv_indptr[args.batch_size]} * args.page_size};
   const Tuned tuned = FindTuned(CurrentTuning(check), device, shape);
-  const Tactic tactic = tuned ? *tuned.tactic : Tactic{DecodeRule(shape.group())};
+  const Kernel rule = DecodeRule(shape.group());
+  const bool follows = CanFollow(check, device, dtype, args, tuned, rule);
+  const Tactic tactic = follows ? *tuned.tactic : Tactic{rule};
   if (PrintsChoices(check)) {
     PrintChoice(device, shape,
-                tuned ? TunedChoice(tuned)
-                      : DefaultChoice(tactic.kernel, ReasonOfDecodeRule(shape.group()), tuned));
+                follows ? TunedChoice(tuned)
+                        : DefaultChoice(rule, ReasonOfDecodeRule(shape.group()), tuned));
   }
   if (tactic.kernel == Kernel::kBatchAttention) return {kernels::cuda::kDeviceSchedulePlan};
   PlanFn plan;
@@ -43,8 +72,7 @@ std::vector<int64_t> PlanDecode(const Checker& check, DLDevice device, kernels::
     plan = RequireCommon<PlanFn>(check, "batch_prefill_plan", device);
     args.fixed_split_size = SplitPages(tactic, args);
   } else {
-    const UnitSpec unit{"batch_decode", dtype, args.head_dim_qk, args.head_dim_vo};
-    plan = reinterpret_cast<PlanFn>(RequireKernel(check, "batch_decode_plan", unit, device));
+    plan = PlanOfCudaCore(check, device, dtype, args);
   }
   std::vector<int64_t> kernel;
   Launch(check, plan, args, CurrentStream(device), &kernel);

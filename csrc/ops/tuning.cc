@@ -53,10 +53,6 @@ std::unique_ptr<const Tuning> ByUser(const Checker& check, std::string text, std
   return tuning;
 }
 
-void Warn(const std::string& message) {
-  std::fprintf(stderr, "tvm_flashinfer: %s\n", message.c_str());
-}
-
 }  // namespace
 
 namespace tuning_detail {
@@ -83,6 +79,10 @@ const Tuning* ReadEnvironment(const Checker& check) {
 }
 
 }  // namespace tuning_detail
+
+void Warn(const std::string& message) {
+  std::fprintf(stderr, "tvm_flashinfer: %s\n", message.c_str());
+}
 
 Tuned Tuning::Find(const Gpu& gpu, const ChoiceShape& shape) const {
   Tuned found;

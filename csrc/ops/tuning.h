@@ -47,6 +47,9 @@ inline const Tuning* CurrentTuning(const Checker& check) {
 /*! \brief What was measured for a call; files that are for other GPUs are named once on stderr. */
 Tuned FindTuned(const Tuning* tuning, DLDevice device, const ChoiceShape& shape);
 
+/*! \brief Say on stderr why a file, or a part of it, is not used. */
+void Warn(const std::string& message);
+
 /*! \brief A choice that was measured, in words. */
 Choice TunedChoice(const Tuned& tuned);
 /*! \brief A choice by a rule, in words; also why not by the file that is in use. */

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 
 #include "versions.h"
 
@@ -162,6 +163,12 @@ std::pair<ChoiceShape, Tactic> ReadEntry(const Fields& entry) {
   if (!Serves(tactic.kernel, shape.slot)) {
     entry.Fail(Text("has the kernel ", NameOf(tactic.kernel), ", which ", NameOf(shape.slot),
                     " does not have"));
+  }
+  constexpr int64_t kGroups[] = {1, 2, 3, 4, 6, 8, 16};  // of the units
+  if (tactic.kernel == Kernel::kCudaCore &&
+      std::find(std::begin(kGroups), std::end(kGroups), shape.group()) == std::end(kGroups)) {
+    entry.Fail(Text("has the kernel cuda_core for ", shape.group(),
+                    " query heads per KV head; it has 1, 2, 3, 4, 6, 8 and 16"));
   }
   if (tactic.split_keys != 0 && tactic.kernel != Kernel::kFA2) {
     entry.Fail(Text("has `split_keys` for ", NameOf(tactic.kernel), "; only fa2 takes them"));

@@ -38,6 +38,10 @@ class TuningFile {
     const uint64_t bit = uint64_t{1} << (device_id & 63);
     return (mismatches_.fetch_or(bit, std::memory_order_relaxed) & bit) == 0;
   }
+  /*! \brief Whether its choices of CUDA cores cannot be followed, since the kernel is nowhere. */
+  bool lacks_cuda_core() const { return lacks_cuda_core_.load(std::memory_order_relaxed); }
+  /*! \brief Note it; true for the first one who does. */
+  bool NoteLacksCudaCore() const { return !lacks_cuda_core_.exchange(true); }
   int64_t size() const { return static_cast<int64_t>(tactics_.size()); }
 
  private:
@@ -50,6 +54,7 @@ class TuningFile {
   int64_t cuda_ = 0;
   std::unordered_map<uint64_t, Tactic> tactics_;  // by the key of the class
   mutable std::atomic<uint64_t> mismatches_{0};
+  mutable std::atomic<bool> lacks_cuda_core_{false};
 };
 
 }  // namespace ops

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tvm_ffi
+from fuzzing import budget
+from hypothesis import given
+from hypothesis.strategies import data, integers, sampled_from
 from tuning_texts import A100, H200, entry, text_of, tuning
 
 import tvm_flashinfer
@@ -61,6 +65,7 @@ def written(path: Path, text: str) -> Path:
         (text_of(entry("tree_paged")), 'has a `slot` of "tree_paged", expected one of decode_'),
         (text_of(entry(num_kv_heads=5)), "`num_qo_heads` that is no multiple of `num_kv_heads`"),
         (text_of(entry(split_keys=64)), "`split_keys` for batch_attention; only fa2 takes them"),
+        (text_of(entry(kernel="cuda_core", num_qo_heads=40)), "cuda_core for 5 query heads per KV"),
         (text_of(entry(num_qo_heads=1 << 20)), "`num_qo_heads` that is no integer from 1 to 4095"),
         (text_of(entry(), entry(kernel="fa2")), "entry 1 is for the class of an earlier one"),
         (text_of(tvm_flashinfer="0.0.9"), "made with tvm_flashinfer 0.0.9, this is"),
@@ -290,3 +295,22 @@ def test_stale_file_in_a_model(ops, capfd):
 def test_broken_file_in_a_model(ops):
     with pytest.raises(ValueError, match="the tuning of the model is no file of tuning"):
         slot_with(ops, json.dumps({**tuning(entry()), "gpu": 3}))
+
+
+@budget(60)
+@given(data())
+def test_spoiled_texts(draw):
+    """Characters that are cut, doubled or exchanged: a file, or an error that says what it is."""
+    text = text_of(entry(), entry("prefill_ragged", "fa3", causal=True, rows=512))
+    for _ in range(draw.draw(integers(1, 4))):
+        start = draw.draw(integers(0, len(text)))
+        end = draw.draw(integers(start, min(len(text), start + 30)))
+        part = ["", text[start:end] * 2, "null", "-1", "1e999", "[", '"', "\\u"]
+        text = text[:start] + draw.draw(sampled_from(part)) + text[end:]
+    said = ""
+    try:
+        tvm_ffi.get_global_func("flashinfer.check_tuning")(text, "what was spoiled")
+    except ValueError as error:
+        said = str(error)
+    for part in ("what was spoiled is ", " file of tuning", "tvm-flashinfer tune"):
+        assert said == "" or part in said
