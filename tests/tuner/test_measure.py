@@ -29,6 +29,7 @@ LIMITS = Limits(max_batch=2, max_keys=512, max_rows=256, max_bytes=4 << 20)
 SHAPES = {
     "group 4": ModelShape(8, 2, 128, 128),
     "group 1": ModelShape(2, 2, 128, 128, "bfloat16"),
+    "new tokens of mla": ModelShape(2, 2, 192, 128, only_new_tokens=True),
     "mla": ModelShape(2, 1, 512, 512, is_mla=True),
 }
 

@@ -12,7 +12,15 @@ from tuning_texts import identity_of_here
 
 from tvm_flashinfer.cli import main
 from tvm_flashinfer.cli import tune as tune_module
-from tvm_flashinfer.tuner import Point, Tactic
+from tvm_flashinfer.kernels.spec import attention_specs, mla_specs
+from tvm_flashinfer.tuner import Limits, Point, Tactic, grid
+
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "num_hidden_layers": 27, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "torch_dtype": "bfloat16",
+    "rope_scaling": {"type": "yarn", "factor": 40},
+}  # fmt: skip
 
 HEADS = ("--heads", "32/8", "--head-dim", "128")
 
@@ -29,7 +37,7 @@ def test_dry_run() -> None:
 
 
 def test_shape_of_a_model(tmp_path: Path) -> None:
-    """A shard of a model with 8 query heads per KV head; of DeepSeek's models, MLA."""
+    """A shard of a model with 8 query heads per KV head."""
     path = tmp_path / "config.json"
     config = {
         "model_type": "llama", "hidden_size": 8192, "num_attention_heads": 64,
@@ -38,8 +46,19 @@ def test_shape_of_a_model(tmp_path: Path) -> None:
         "intermediate_size": 100, "torch_dtype": "bfloat16",
     }  # fmt: skip
     path.write_text(json.dumps(config))
-    found = tune_module._shape(path, None, None, None, 4)
+    [found] = tune_module._shapes(path, None, None, None, 4)
     assert (found.num_qo_heads, found.num_kv_heads, found.dtype) == (16, 2, "bfloat16")
+
+
+def test_shapes_of_latent_attention(tmp_path: Path) -> None:
+    """DeepSeek's models attend to new tokens before compression."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V2_LITE))
+    latent, new_tokens = tune_module._shapes(path, None, None, None, None)
+    assert (latent.num_qo_heads, latent.is_mla) == (16, True)
+    assert new_tokens.num_kv_heads == 16
+    assert (new_tokens.head_dim_qk, new_tokens.head_dim_vo) == (192, 128)
+    assert {point.slot for point in grid(new_tokens, Limits())} == {"prefill_ragged"}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +82,23 @@ def test_device_that_is_not_there() -> None:
     result = invoke(*HEADS, "--device", 63)
     assert result.exit_code == 1
     assert "the device is cuda:63; the CUDA driver shows" in result.stderr
+
+
+def test_only_kernels_that_are_not_loaded_are_compiled() -> None:
+    """Names are those of the native library, which a library of other dtypes does not have."""
+    specs = attention_specs(["float16"], [128], ["90a"]) + mla_specs(["bfloat16"], ["90a"])
+    kinds = lambda *loaded: [spec.kind for spec in tune_module._missing(specs, loaded)]  # noqa: E731
+    everything = [
+        "batch_prefill_plan@80", "batch_decode:f16:d128@80", "batch_decode_plan:f16:d128@80",
+        "batch_prefill_paged:f16:d128@80,90a", "batch_prefill_paged_sm90:f16:d128@90a",
+        "batch_prefill_ragged:f16:d128@80,90a", "batch_prefill_ragged_sm90:f16:d128@90a",
+        "batch_attention:f16:d128@80,90a", "batch_mla:bf16:d576x512@80",
+        "batch_mla_sm90:bf16:d576x512@90a",
+    ]  # fmt: skip
+    left = set(kinds(*everything))
+    assert left <= {"batch_prefill_ragged", "batch_prefill_ragged_sm90", "batch_attention"}
+    assert "common" in kinds()
+    assert "batch_decode" in kinds("batch_prefill_plan@80", "batch_decode:bf16:d128@80")
 
 
 def test_interrupted_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import tvm_ffi
 
 from tvm_flashinfer.cli.output import exit_statuses, guarded
 from tvm_flashinfer.kernels.environment import device_arch, driver, gpus
@@ -16,6 +19,8 @@ from tvm_flashinfer.kernels.spec import (
     DTYPES,
     HEAD_DIMS,
     MLA_HEAD_DIMS,
+    MLA_RAGGED_HEAD_DIMS,
+    KernelSpec,
     attention_specs,
     mla_specs,
     normalize_dtype,
@@ -102,36 +107,41 @@ def tune_command(
     Interrupted with Ctrl-C it goes on when it is started again.
     """
     limits = Limits(max_batch, max_keys, max_bytes=int(memory * (1 << 30)))
-    shape = _shape(config, heads, head_dim, dtype, shards)
-    points = grid(shape, limits)
+    grids = {
+        shape: grid(shape, limits) for shape in _shapes(config, heads, head_dim, dtype, shards)
+    }
     if dry_run:
-        for point in points:
-            click.echo(str(point))
+        for points in grids.values():
+            for point in points:
+                click.echo(str(point))
         return
     identity = _identity(device_id)
-    measure = guarded(lambda: _measurement(shape, identity, device_id, limits))
     start = time.monotonic()
     try:
-        tune(output, shape, identity, points, measure, lambda p: click.echo(str(p)), restart)
+        for shape, points in grids.items():
+            measure = guarded(functools.partial(_measurement, shape, identity, device_id, limits))
+            tune(output, shape, identity, points, measure, lambda p: click.echo(str(p)), restart)
     except TuningError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         click.echo(f"interrupted; what was measured is in {output}.partial", err=True)
         raise SystemExit(_INTERRUPTED) from None
-    click.echo(f"{len(points)} classes of shapes in {time.monotonic() - start:.0f} s: {output}")
+    count = sum(map(len, grids.values()))
+    click.echo(f"{count} classes of shapes in {time.monotonic() - start:.0f} s: {output}")
 
 
-def _shape(
+def _shapes(
     config: Path | None,
     heads: str | None,
     head_dim: int | None,
     dtype: str | None,
     shards: int | None,
-) -> ModelShape:
+) -> list[ModelShape]:
+    """Return the shapes of attention in a model."""
     if (config is None) != (heads is not None and head_dim is not None):
         raise click.UsageError("give CONFIG, or --heads and --head-dim in its place.")
     if config is not None:
-        return _shape_of_model(config, dtype, shards)
+        return _shapes_of_model(config, dtype, shards)
     assert heads is not None
     assert head_dim is not None
     try:
@@ -143,10 +153,10 @@ def _shape(
     if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
         raise click.UsageError(f"--heads is {heads!r}, expected a multiple as in 32/8.")
     shape = ModelShape(num_qo_heads, num_kv_heads, head_dim, head_dim, dtype or "float16")
-    return _checked(shape)
+    return [_checked(shape)]
 
 
-def _shape_of_model(config: Path, dtype: str | None, shards: int | None) -> ModelShape:
+def _shapes_of_model(config: Path, dtype: str | None, shards: int | None) -> list[ModelShape]:
     from tvm_flashinfer.cli.support import read_config
 
     model: ModelConfig = read_config(config, dtype, shards)
@@ -156,14 +166,18 @@ def _shape_of_model(config: Path, dtype: str | None, shards: int | None) -> Mode
             f"{config}: the scores of this model are capped or have slopes, for which there is one "
             "kernel; there is nothing to choose"
         )
+    heads = cache.num_attention_heads
     if cache.is_mla:
-        return _checked(
-            ModelShape(cache.num_attention_heads, 1, 512, 512, cache.dtype, is_mla=True)
-        )
+        latent = _checked(ModelShape(heads, 1, 512, 512, cache.dtype, is_mla=True))
+        dims = (cache.mla_original_qk_head_dim, cache.mla_original_v_head_dim)
+        if dims != MLA_RAGGED_HEAD_DIMS:
+            return [latent]
+        return [
+            latent,
+            replace(ModelShape(heads, heads, *dims, latent.dtype), only_new_tokens=True),
+        ]
     dims = (cache.qk_head_dim, cache.v_head_dim)
-    return _checked(
-        ModelShape(cache.num_attention_heads, cache.num_key_value_heads, *dims, cache.dtype)
-    )
+    return [_checked(ModelShape(heads, cache.num_key_value_heads, *dims, cache.dtype))]
 
 
 def _checked(shape: ModelShape) -> ModelShape:
@@ -213,9 +227,27 @@ def _measurement(
     from tvm_flashinfer.tuner.measure import Measurement
 
     archs = (device_arch(device_id),)
-    if shape.is_mla:
+    if shape.is_mla or shape.only_new_tokens:
         specs = mla_specs([shape.dtype], archs)
     else:
         specs = attention_specs([shape.dtype], [shape.head_dim_qk], archs)
-    load(specs)
+    tvm_ffi.get_global_func("flashinfer.load_prebuilt_kernels")()
+    loaded = tvm_ffi.get_global_func("flashinfer.loaded_kernels")()
+    if missing := _missing(specs, [str(name) for name in loaded]):
+        load(missing)
     return Measurement(shape, identity, tvm.cuda(device_id), limits)
+
+
+def _missing(specs: Iterable[KernelSpec], loaded: Iterable[str]) -> list[KernelSpec]:
+    """Return the units that are not loaded, by the names of the kernels that are."""
+    names = {name.partition("@")[0] for name in loaded}
+    short = {"float16": "f16", "bfloat16": "bf16"}
+    missing = []
+    for spec in specs:
+        dims = f"d{spec.head_dim_qk}"
+        if spec.head_dim_vo != spec.head_dim_qk:
+            dims += f"x{spec.head_dim_vo}"
+        name = f"{spec.kind}:{short.get(spec.dtype)}:{dims}"
+        if ("batch_prefill_plan" if spec.kind == "common" else name) not in names:
+            missing.append(spec)
+    return missing

@@ -29,6 +29,8 @@ class ModelShape:
     page_size : int
     is_mla : bool
         Latent attention: `num_qo_heads` heads over one row of 512 + 64 for each token.
+    only_new_tokens : bool
+        New tokens of MLA before compression, which see themselves alone.
     """
 
     num_qo_heads: int
@@ -38,6 +40,12 @@ class ModelShape:
     dtype: str = "float16"
     page_size: int = 16
     is_mla: bool = False
+    only_new_tokens: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.num_qo_heads // self.num_kv_heads
 
     @property
     def token_bytes(self) -> int:
@@ -107,13 +115,15 @@ def grid(shape: ModelShape, limits: Limits) -> list[Point]:
     prefill; new tokens see themselves with a causal mask, and those of a part of a prompt the past
     without one.
     """
-    decode = "mla" if shape.is_mla else "decode_paged"
-    points = [Point(decode, batch, 1, keys) for batch, keys in _steps(limits)]
-    if not shape.is_mla and shape.num_qo_heads // shape.num_kv_heads >= 4:
+    points: list[Point] = []
+    if not shape.only_new_tokens:
+        decode = "mla" if shape.is_mla else "decode_paged"
+        points += [Point(decode, batch, 1, keys) for batch, keys in _steps(limits)]
+    if not (shape.is_mla or shape.only_new_tokens) and shape.group >= 4:
         points += [Point("prefill_paged", batch, 1, keys) for batch, keys in _steps(limits)]
     for slot, all_rows in (("prefill_ragged", _PROMPTS), ("prefill_paged", _PARTS)):
-        if shape.is_mla:
-            continue  # prompts of MLA have other heads: they are a shape of their own
+        if shape.is_mla or (shape.only_new_tokens and slot != "prefill_ragged"):
+            continue
         for rows in all_rows:
             for batch in _powers(1, min(16, limits.max_rows // rows)):
                 if slot == "prefill_ragged":
@@ -158,7 +168,7 @@ def tactics(shape: ModelShape, point: Point, arch: int, num_sm: int) -> list[Tac
         return [Tactic("fa2"), *([Tactic("sm90")] if arch == 90 else [])]
     found = [Tactic("fa2"), Tactic("batch_attention")]
     if point.slot == "decode_paged":
-        if shape.num_qo_heads // shape.num_kv_heads in _CUDA_CORE_GROUPS:
+        if shape.group in _CUDA_CORE_GROUPS:
             found.append(Tactic("cuda_core"))
     elif arch == 90 and point.rows > 1:
         found.append(Tactic("fa3"))
