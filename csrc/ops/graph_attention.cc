@@ -73,5 +73,27 @@ void AttentionRagged(TensorView q, TensorView k, TensorView v, TensorView qo_ind
   call.Run();
 }
 
+void AttentionPaged(TensorView q, TensorView pages, TensorView qo_indptr, TensorView page_indptr,
+                    TensorView page_indices, TensorView length_info, int64_t causal,
+                    int64_t window_left, double logits_soft_cap, double sm_scale, TensorView o) {
+  const BoundAttention bound("attention_paged", CacheSlot::kPrefillPaged, window_left,
+                             logits_soft_cap);
+  CacheCall call(bound, q, o, std::nullopt, sm_scale);
+  call.SetRows(qo_indptr);
+  call.SetCausal(causal);
+  call.SetPages(pages, page_indptr, page_indices, length_info);
+  call.Run();
+}
+
+void AttentionPagedDecode(TensorView q, TensorView pages, TensorView page_indptr,
+                          TensorView page_indices, TensorView length_info, int64_t window_left,
+                          double logits_soft_cap, double sm_scale, TensorView o) {
+  const BoundAttention bound("attention_paged_decode", CacheSlot::kDecodePaged, window_left,
+                             logits_soft_cap);
+  CacheCall call(bound, q, o, std::nullopt, sm_scale);
+  call.SetPages(pages, page_indptr, page_indices, length_info);
+  call.Run();
+}
+
 }  // namespace ops
 }  // namespace tvm_flashinfer

@@ -101,6 +101,12 @@ void AttentionDenseMasked(TensorView q, TensorView k, TensorView v, TensorView m
 void AttentionRagged(TensorView q, TensorView k, TensorView v, TensorView qo_indptr,
                      TensorView kv_indptr, int64_t causal, int64_t window_left,
                      double logits_soft_cap, double sm_scale, TensorView o);
+void AttentionPaged(TensorView q, TensorView pages, TensorView qo_indptr, TensorView page_indptr,
+                    TensorView page_indices, TensorView length_info, int64_t causal,
+                    int64_t window_left, double logits_soft_cap, double sm_scale, TensorView o);
+void AttentionPagedDecode(TensorView q, TensorView pages, TensorView page_indptr,
+                          TensorView page_indices, TensorView length_info, int64_t window_left,
+                          double logits_soft_cap, double sm_scale, TensorView o);
 
 /*! \brief What TVM's cache is given for one attention slot: a kind, and the functions of that kind.
  */

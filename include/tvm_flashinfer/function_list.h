@@ -14,6 +14,8 @@
   X(attention_dense, AttentionDense)                                       \
   X(attention_dense_masked, AttentionDenseMasked)                          \
   X(attention_ragged, AttentionRagged)                                     \
+  X(attention_paged, AttentionPaged)                                       \
+  X(attention_paged_decode, AttentionPagedDecode)                          \
   X(bind_attention, BindAttention)                                         \
   X(bind_attention_prefill_paged, BindAttentionPrefillPaged)               \
   X(bind_attention_decode_paged, BindAttentionDecodePaged)                 \

@@ -147,6 +147,17 @@ class Maker(RowMaker):
             "o": self.out(sum(QO_LENS), 4, 64),
         }
 
+    def paged(self, *, rows: bool) -> Args:
+        """Pages of three requests; decode has one row of each."""
+        slot = "prefill_paged" if rows else "decode_paged"
+        batch = make_cache_batch(
+            self.rng, self.device, CacheSpec(slot, KV_LENS, QO_LENS if rows else None)
+        )
+        names = ["q", "pages", *(["qo_indptr"] if rows else []), "page_indptr", "page_indices"]
+        tensors = {name: batch.args[name] for name in (*names, "length_info")}
+        numbers = {name: x for name, x in GRAPH.items() if rows or name != "causal"}
+        return tensors | numbers | {"o": batch.args["o"]}
+
     def single(self, rows: int) -> Args:
         """One request."""
         causal = {"causal": 1} if rows > 1 else {}
@@ -229,6 +240,8 @@ MAKERS: dict[str, Callable[[Maker], Args | Example]] = {
     "attention_dense": lambda m: m.dense(o_last=True),
     "attention_dense_masked": Maker.dense_masked,
     "attention_ragged": Maker.ragged,
+    "attention_paged": lambda m: m.paged(rows=True),
+    "attention_paged_decode": lambda m: m.paged(rows=False),
     "bind_attention": lambda m: {
         "slot": "prefill_paged",
         "options": "{}",

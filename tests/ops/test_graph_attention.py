@@ -1,4 +1,4 @@
-"""The calls of compiled graphs: `attention_dense`, `attention_dense_masked`, `attention_ragged`."""
+"""The calls of compiled graphs: `attention_dense`, `_dense_masked`, `_ragged` and `_paged`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batches import DTYPES, indptr_of, normal
-from cache_calls import needs_cache_kernel
+from cache_calls import CacheSpec, make_cache_batch, needs_cache_kernel
 from cache_oracle import Extras, assert_request, pack_bits
 from device_tensors import poisoned, synchronize, to_device
 from refusals import refused
@@ -84,6 +84,32 @@ def test_ragged(ops, device, rng, leading):
         over = slice(*indptrs[1][b : b + 2])
         extras = Extras(causal=True)
         assert_request(got[at], None, q[at], k[over], v[over], extras, SCALE, f"request {b}")
+
+
+@pytest.mark.parametrize("options", [{}, {"window_left": 6}, {"logits_soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize("slot", ["prefill_paged", "decode_paged"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_paged(ops, device, rng, slot, options, dtype):
+    """Pages in any order, a request without keys among them; the numbers are arguments."""
+    needs_cache_kernel(device, dtype, 64)
+    rows = None if slot == "decode_paged" else [3, 1, 0, 33]
+    causal = int(rows is not None)
+    spec = CacheSpec(
+        slot, [40, 0, 5, 700], rows, HEADS, dtype=dtype, causal=causal, options=options
+    )
+    batch = make_cache_batch(rng, device, spec)
+    names = ["q", "pages", "qo_indptr", "page_indptr", "page_indices", "length_info"]
+    tensors = [batch.args[name].tensor for name in names if name in batch.args]
+    numbers = [options.get("window_left", -1), options.get("logits_soft_cap", 0.0), spec.scale]
+    function = ops.attention_paged_decode if rows is None else ops.attention_paged
+    function(*tensors, *([causal] if rows else []), *numbers, batch.args["o"].tensor)
+    synchronize(device)
+    batch.args["o"].assert_guards_intact("o")
+    o, at = batch.args["o"].numpy(), indptr_of(spec.rows)
+    for b, (k, v) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        part = slice(at[b], at[b + 1])
+        extras = batch.extras(b)
+        assert_request(o[part], None, batch.q[part], k, v, extras, spec.scale, f"request {b}")
 
 
 def test_refusals(ops, device, rng):

@@ -99,7 +99,7 @@ def spoils(old: Any) -> Iterator[tuple[str, Any]]:
 ALLOWED = [
     # Strided inputs; a stride of 0 is one.
     (".*", "q|k|v|[kv]_pages|q_nope|q_pe|ckv|kpe|qkv", r"gaps|axis \d repeated"),
-    (r".*\(\)", "pages", r"gaps|axis \d repeated"),
+    (r".*\(\)|attention_paged.*", "pages", r"gaps|axis \d repeated"),
     (".*rmsnorm|.*_and_mul", "x|residual", r"gaps|axis \d repeated"),
     # More positions or fewer, and no rotated dimension.
     (".*", "cos_sin_cache", "axis 0 (shorter|longer)|axis 1 empty"),

@@ -25,6 +25,7 @@ from tvm_flashinfer.relax.kv_cache import FlashInferPagedKVCache
 from tvm_flashinfer.relax.patterns import attention_patterns, partition_for_flashinfer
 from tvm_flashinfer.relax.pipeline import flashinfer_pipeline
 from tvm_flashinfer.relax.report import CompileReport, ReportRow, last_report, read_report
+from tvm_flashinfer.relax.step_functions import StepCache, export_steps
 from tvm_flashinfer.relax.strict import FallbackWarning, StrictModeError, set_strict_mode
 from tvm_flashinfer.relax.support import UnsupportedConfigError, unsupported_reasons
 
@@ -39,10 +40,12 @@ __all__ = [
     "KVCacheCallError",
     "PagedKVCacheConfig",
     "ReportRow",
+    "StepCache",
     "StrictModeError",
     "UnsupportedConfigError",
     "attention_patterns",
     "attention_with_sinks",
+    "export_steps",
     "flashinfer_pipeline",
     "last_report",
     "parse_generic_call",

@@ -14,6 +14,9 @@ if hasattr(tvm.ir, "StringImm"):
 else:
     StringImm = rx.StringImm
 
+#: Whether rules for kernels take a product that was fused with what is written in place.
+FUSES_IN_PLACE = hasattr(tvm.ir, "StringImm")
+
 #: Proves facts of sizes.
 Analyzer = (tvm.sym if hasattr(tvm, "sym") else tvm.arith).Analyzer
 
