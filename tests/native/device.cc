@@ -149,6 +149,7 @@ void Free(DLDevice device, void* memory) {
   if (device.device_type == kDLCPU) {
     ::operator delete(memory, std::align_val_t(256));
   } else {
+    TheDriver().CtxSynchronize();  // calls do not wait for their kernels
     TheDriver().MemFree(reinterpret_cast<unsigned long long>(memory));
   }
 }

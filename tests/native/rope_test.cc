@@ -148,7 +148,7 @@ class SplitRotary : public OnDevice {
         for (int64_t j = 0; j < d; ++j) {
           const bool moves = rope != nullptr && j < rope->rotary_dim;
           // The angle is a float: its error grows with the position.
-          const double angle = positions[i] * 2e-7 * 4;
+          const double angle = positions[i] * 2e-7 * 8;
           const double bound =
               moves ? RoundingError(dtype()) * std::fabs(exact[j]) + angle + 1e-6 : 0x1p-140;
           worst.Compare(out[j], exact[j], bound, "element " + std::to_string(j) + " of row ",
