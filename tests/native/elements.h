@@ -4,6 +4,7 @@
 
 #include <tvm/ffi/dtype.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -42,6 +43,13 @@ inline Format FormatOf(DLDataType dtype) {
 /*! \brief The largest relative error of rounding to nearest. */
 inline double RoundingError(DLDataType dtype) {
   return std::ldexp(1.0, -FormatOf(dtype).mantissa - 1);
+}
+
+/*! \brief How far rounding may move x: relative, or half a step of the least numbers. */
+inline double RoundingBound(double x, DLDataType dtype) {
+  const Format f = FormatOf(dtype);
+  const int least = 2 - (1 << (f.exponent - 1)) - f.mantissa;
+  return std::max(RoundingError(dtype) * std::fabs(x), std::ldexp(0.5, least));
 }
 
 /*! \brief The number that the bits stand for. */

@@ -1,4 +1,7 @@
 // States of attention: merged over parts of the keys, and given sinks.
+#include <algorithm>
+#include <tuple>
+
 #include "batch.h"
 
 namespace native {
@@ -41,8 +44,7 @@ class Merge : public OnDevice {
         // Beside a state of no weight nothing of it may be left, NaN included.
         const double size =
             (std::isinf(s_a[i]) ? 0 : std::fabs(a[j])) + (std::isinf(s_b[i]) ? 0 : std::fabs(b[j]));
-        worst.Compare(v[i * kDim + j], exact[j],
-                      RoundingError(dtype()) * std::fabs(exact[j]) + 1e-5 * size + 1e-30,
+        worst.Compare(v[i * kDim + j], exact[j], RoundingBound(exact[j], dtype()) + 1e-5 * size,
                       "element " + std::to_string(j) + " of row ", i);
       }
     }
@@ -93,6 +95,50 @@ TEST_P(Merge, EmptyWithEmpty) {
   EXPECT_EQ(merged_s.Read(), none);
   EXPECT_EQ(v.Read(), zeros);
   EXPECT_EQ(s.Read(), none);
+}
+
+// Any number of states a row; some have no keys, and some rows are of such states alone.
+TEST_P(Merge, ManyStates) {
+  SKIP_IF(MissingUnit({"merge_many_states"}));
+  for (int64_t states : {1, 2, 7}) {
+    const int64_t sums = kRows * states * kHeads;
+    Numbers v = Random(sums * kDim), s = Normal(sums, kFloat32, &generator);
+    for (int64_t i = 0; i < sums; ++i) {
+      s[i] *= 20;
+      if (i % 3 == 0 || i / (states * kHeads) == 4) s[i] = -INFINITY;
+      if (std::isinf(s[i])) std::fill_n(v.begin() + i * kDim, kDim, NAN);
+    }
+    const Placed merged_v(device(), dtype(), {kRows, kHeads, kDim});
+    const Placed merged_s(device(), kFloat32, {kRows, kHeads});
+    Get(names::kMergeStates)(Placed(device(), dtype(), {kRows, states, kHeads, kDim}, v).tensor(),
+                             Placed(device(), kFloat32, {kRows, states, kHeads}, s).tensor(),
+                             merged_v.tensor(), merged_s.tensor());
+    const Numbers got_v = merged_v.Read(), got_s = merged_s.Read();
+    Worst worst(dtype());
+    for (int64_t at = 0; at < kRows * kHeads; ++at) {
+      std::vector<double> exact(kDim, 0.0), magnitude(kDim, 0.0);
+      double sum = -INFINITY;
+      for (int64_t j = 0; j < states; ++j) {
+        const int64_t i = (at / kHeads * states + j) * kHeads + at % kHeads;
+        const std::vector<double> state(v.begin() + i * kDim, v.begin() + (i + 1) * kDim);
+        std::tie(exact, sum) = native::Merge(exact, sum, state, s[i]);
+        for (int64_t k = 0; k < kDim && std::isfinite(s[i]); ++k) {
+          magnitude[k] = std::max(magnitude[k], std::fabs(state[k]));
+        }
+      }
+      if (std::isinf(sum)) {
+        EXPECT_EQ(got_s[at], -INFINITY) << "state " << at;
+      } else {
+        worst.Compare(got_s[at], sum, 1e-5 * (1 + std::fabs(sum)), "LSE of ", at);
+      }
+      for (int64_t k = 0; k < kDim; ++k) {
+        worst.Compare(got_v[at * kDim + k], exact[k],
+                      RoundingBound(exact[k], dtype()) + 2e-5 * magnitude[k],
+                      "element " + std::to_string(k) + " of state ", at);
+      }
+    }
+    EXPECT_TRUE(worst.IsWithinBounds()) << states << " states: " << worst.text();
+  }
 }
 
 // A cascade: attention over parts of the keys, merged in a row, is attention over all of them.
@@ -150,8 +196,8 @@ TEST_P(Merge, SinksOfAFinishedState) {
       worst.Compare(got_lse[i], sum, 1e-5 * (1 + std::fabs(sum)), "LSE of ", i);
     }
     for (int64_t j = 0; j < kDim; ++j) {
-      const double bound = RoundingError(dtype()) * std::fabs(exact[j]) + 1e-5 * std::fabs(row[j]);
-      worst.Compare(got_o[i * kDim + j], exact[j], bound + 1e-30, "an element of row ", i);
+      const double bound = RoundingBound(exact[j], dtype()) + 1e-5 * std::fabs(row[j]);
+      worst.Compare(got_o[i * kDim + j], exact[j], bound, "an element of row ", i);
     }
   }
   EXPECT_TRUE(worst.IsWithinBounds()) << worst.text();

@@ -88,7 +88,7 @@ inline RowResult Attend(const RowInput& in) {
  */
 inline double BoundOf(const RowResult& row, int i, double u, bool is_float16) {
   const double sums = 1e-6 * (10 + row.score_magnitude);
-  const double small = is_float16 ? row.seen * 0x1p-25 * row.largest : 0;
+  const double small = is_float16 ? (row.seen * row.largest + 1) * 0x1p-25 : 0;
   return (3 * u + sums) * row.magnitude[i] + small + 1e-30;
 }
 

@@ -149,8 +149,7 @@ class SplitRotary : public OnDevice {
           const bool moves = rope != nullptr && j < rope->rotary_dim;
           // The angle is a float: its error grows with the position.
           const double angle = positions[i] * 2e-7 * 8;
-          const double bound =
-              moves ? RoundingError(dtype()) * std::fabs(exact[j]) + angle + 1e-6 : 0x1p-140;
+          const double bound = moves ? RoundingBound(exact[j], dtype()) + angle + 1e-6 : 0x1p-140;
           worst.Compare(out[j], exact[j], bound, "element " + std::to_string(j) + " of row ",
                         static_cast<int>(i));
         }

@@ -1,5 +1,7 @@
 // Sampling from probabilities by uniform numbers that the caller draws.
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 #include "fixture.h"
 
@@ -86,6 +88,69 @@ TEST_P(Sampling, ARowOfNaNAndARowOfZeros) {
   }
   const std::vector<int32_t> expected{3, -1, 13, -1, 23};
   EXPECT_EQ(Sample(probs, 5, {0.5f, 0.5f, 0.5f, 0.5f, 0.5f}, {0, 1, 2, 3, 4}), expected);
+}
+
+/*! \brief What a filter keeps of a row: at least the most probable token, and those as probable. */
+enum class Filter { kTopK, kTopP, kMinP };
+
+std::vector<double> Kept(const float* row, int64_t vocab, Filter filter, double setting) {
+  std::vector<double> sorted(row, row + vocab);
+  std::sort(sorted.begin(), sorted.end(), std::greater<>());
+  double least = sorted[0];
+  if (filter == Filter::kTopK) least = setting <= 0 ? 0 : sorted[static_cast<size_t>(setting) - 1];
+  if (filter == Filter::kMinP) least = setting * sorted[0];
+  if (filter == Filter::kTopP) {
+    double sum = 0;
+    least = 0;
+    for (double p : sorted) {
+      sum += p;
+      if (sum < setting) continue;
+      least = p;
+      break;
+    }
+  }
+  std::vector<double> kept(row, row + vocab);
+  for (double& p : kept) p = p >= least ? p : 0;
+  return kept;
+}
+
+TEST_P(Sampling, TokensThatAFilterKeeps) {
+  SKIP_IF(MissingUnit({"draw_filtered"}));
+  const struct {
+    const char* name;
+    Filter filter;
+    Numbers settings;  // of each row
+    DLDataType dtype;
+  } cases[] = {
+      {"flashinfer.sampling.top_k_from_probs", Filter::kTopK, {1, 7, 0, 200}, kInt32},
+      {"flashinfer.sampling.top_p_from_probs", Filter::kTopP, {0, 0.31f, 0.9f, 1}, kFloat32},
+      {"flashinfer.sampling.min_p_from_probs", Filter::kMinP, {1, 0.3f, 0, 0.05f}, kFloat32}};
+  constexpr int64_t kVocab = 201, kRows = 4, kSamples = 60;
+  for (const auto& [name, filter, settings, setting_dtype] : cases) {
+    const Numbers probs = RandomRows(kRows, kVocab);
+    Numbers uniform;
+    std::vector<int32_t> indices;
+    for (int64_t i = 0; i < kSamples; ++i) {
+      uniform.push_back(std::uniform_real_distribution<float>()(generator));
+      indices.push_back(static_cast<int32_t>(i % kRows));
+    }
+    const Placed ids(device(), kInt32, {kSamples});
+    Get(name)(Placed(device(), kFloat32, {kRows, kVocab}, probs).tensor(),
+              Placed(device(), kFloat32, {kSamples}, uniform).tensor(), Indices(device(), indices),
+              Placed(device(), setting_dtype, {kRows}, settings).tensor(), ids.tensor());
+    EXPECT_TRUE(ids.GuardsAreIntact());
+    const std::vector<int32_t> got = ids.ReadInts();
+    for (int64_t i = 0; i < kSamples; ++i) {
+      const std::vector<double> kept =
+          Kept(probs.data() + indices[i] * kVocab, kVocab, filter, settings[indices[i]]);
+      ASSERT_TRUE(got[i] >= 0 && got[i] < kVocab) << name << ", sample " << i;
+      const double sum = std::accumulate(kept.begin(), kept.end(), 0.0);
+      const double before = std::accumulate(kept.begin(), kept.begin() + got[i], 0.0);
+      EXPECT_GT(kept[got[i]], 0) << name << ", sample " << i << " is " << got[i];
+      EXPECT_LE(before, uniform[i] * sum + 2e-5) << name << ", sample " << i;
+      EXPECT_GT(before + kept[got[i]], uniform[i] * sum - 2e-5) << name << ", sample " << i;
+    }
+  }
 }
 
 const std::vector<Param> kOnCPU{{kCPU, kFloat32}}, kOnCUDA{{kCUDA, kFloat32}};
