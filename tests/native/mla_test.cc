@@ -20,8 +20,10 @@ class MLA : public OnDevice {
   static constexpr int kHeads = 16;
 
   std::string MissingUnits() const {
-    const std::string unit = "batch_mla:" + Name(dtype()) + ":d576x512";
-    return MissingUnit({unit, "batch_mla_plan"});
+    const bool is_hopper = GetParam().is_cuda() && CudaIs(9, 0);
+    const std::string kind = is_hopper ? "batch_mla_sm90" : "batch_mla";
+    return MissingUnit(
+        {Unit(kind, dtype(), kWidth) + "x" + std::to_string(kCkv), "batch_mla_plan"});
   }
 
   /*! \brief Random queries and keys of a spec, in pages whose unused slots are NaN. */
