@@ -215,6 +215,8 @@ void MinPFromProbs(TensorView probs, TensorView uniform, TensorView sample_indic
                    TensorView min_p, TensorView out_ids);
 void TopKRenormProbs(TensorView probs, TensorView top_k, TensorView out);
 void TopPRenormProbs(TensorView probs, TensorView top_p, TensorView out);
+void TopKTopPRenormProbs(TensorView probs, TensorView top_k, TensorView top_p, int64_t joint,
+                         TensorView out);
 void SampleFromSorted(TensorView sorted_probs, TensorView sorted_indices, TensorView top_p,
                       TensorView top_k, TensorView uniform, TensorView sample_indices,
                       TensorView out_ids);

@@ -195,6 +195,17 @@ void TopPRenormProbs(TensorView probs, TensorView top_p, TensorView out) {
   Renorm(check, probs, filters, out);
 }
 
+void TopKTopPRenormProbs(TensorView probs, TensorView top_k, TensorView top_p, int64_t joint,
+                         TensorView out) {
+  const Checker check("sampling.top_k_top_p_renorm_probs");
+  check.Flag("joint", joint);
+  Filters filters;
+  filters.top_k = top_k;
+  filters.top_p = top_p;
+  filters.joint = joint == 1;
+  Renorm(check, probs, filters, out);
+}
+
 void SampleFromSorted(TensorView sorted_probs, TensorView sorted_indices, TensorView top_p,
                       TensorView top_k, TensorView uniform, TensorView sample_indices,
                       TensorView out_ids) {

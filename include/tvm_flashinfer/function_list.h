@@ -76,6 +76,7 @@
   X(sampling.min_p_from_probs, MinPFromProbs)                              \
   X(sampling.top_k_renorm_probs, TopKRenormProbs)                          \
   X(sampling.top_p_renorm_probs, TopPRenormProbs)                          \
+  X(sampling.top_k_top_p_renorm_probs, TopKTopPRenormProbs)                \
   X(sampling.sample_from_sorted, SampleFromSorted)                         \
   X(sampling.renorm_from_sorted, RenormFromSorted)                         \
   X(sampling.softmax, SoftmaxWithTemperature)                              \

@@ -174,6 +174,13 @@ ROW_MAKERS: dict[str, Callable[[Any], Args]] = {
         "top_p": m.numbers(0.5, 0.9, 1),
         "out": m.out(3, 8, dtype="float32"),
     },
+    "sampling.top_k_top_p_renorm_probs": lambda m: {
+        "probs": m.probs(),
+        "top_k": m.ints([3, 8, 0]),
+        "top_p": m.numbers(0.5, 0.9, 1),
+        "joint": 1,
+        "out": m.out(3, 8, dtype="float32"),
+    },
     "sampling.sample_from_sorted": RowMaker.sorted_draws,
     "sampling.renorm_from_sorted": lambda m: {
         "probs": m.probs(),

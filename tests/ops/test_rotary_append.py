@@ -12,7 +12,7 @@ import pytest
 from batches import DTYPES, indptr_of, normal
 from device_tensors import poisoned, synchronize, to_device
 from refusals import refused, unchanged
-from test_apply_rope import check
+from test_apply_rope import check, same_numbers
 from test_split_qkv_rotary import SCALINGS
 
 from tvm_flashinfer import ops as typed
@@ -86,8 +86,8 @@ def test_equals_split_and_append(ops, device, rng, rows, heads, page_size):
     pool = to_device(pages, device)
     slot_map = to_device(slots, device).tensor
     ops.append_paged_kv_cache(pool.tensor, outs[1].tensor, outs[2].tensor, slot_map)
-    np.testing.assert_array_equal(q.view(np.uint16), outs[0].numpy().view(np.uint16))
-    np.testing.assert_array_equal(after.view(np.uint16), pool.numpy().view(np.uint16))
+    same_numbers(q, outs[0].numpy(), device)
+    same_numbers(after, pool.numpy(), device)
 
 
 def test_without_rotation_all_is_copied(ops, device, rng):

@@ -188,6 +188,27 @@ def test_renorm(ops, device, rng, vocab, name):
         np.testing.assert_allclose(result, exact / exact.sum(), rtol=2e-6)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("vocab", [31, 8193])
+def test_renorm_by_both(device, rng, vocab, joint):
+    """Top-k, then a part of what it leaves or of the row."""
+    probs = rows_of(rng, 6, vocab)
+    k = np.array([1, 5, 20, 0, vocab, 300], np.int32)
+    p = np.array([0.5, 0.9, 0.3, 0.8, 0.7, 0.2], np.float32)
+    held = [to_device(x, device).tensor for x in (probs, k, p)]
+    got = typed.top_k_top_p_renorm_probs(*held, joint=joint)
+    synchronize(device)
+    for row, result, count, part in zip(probs, got.numpy(), k, p, strict=True):
+        by_count, _ = kept_by_count(row, count)
+        left = np.where(by_count, row, 0)
+        given = row if joint else (left / left.sum(dtype=np.float64)).astype(np.float32)
+        at_least, at_most = (x & by_count for x in kept_by_sum(given, part))
+        assert (result[at_least] > 0).all()
+        assert not result[~at_most].any()
+        exact = np.where(result > 0, row, 0).astype(np.float64)
+        np.testing.assert_allclose(result, exact / exact.sum(), rtol=2e-6)
+
+
 def test_rows_without_probability(ops, device):
     """Zeros, NaN and negative numbers: no token, and no probability."""
     probs = np.zeros((3, 40), np.float32)

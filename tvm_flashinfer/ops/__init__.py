@@ -50,6 +50,7 @@ from tvm_flashinfer.ops.sampling import (
     top_k_from_probs,
     top_k_renorm_probs,
     top_k_top_p_from_probs,
+    top_k_top_p_renorm_probs,
     top_p_from_probs,
     top_p_renorm_probs,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "top_k_from_probs",
     "top_k_renorm_probs",
     "top_k_top_p_from_probs",
+    "top_k_top_p_renorm_probs",
     "top_p_from_probs",
     "top_p_renorm_probs",
 ]

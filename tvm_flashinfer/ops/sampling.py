@@ -187,6 +187,23 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor, *, out: Tensor | None = Non
     return _renorm("top_p", probs, top_p, out)
 
 
+def top_k_top_p_renorm_probs(
+    probs: Tensor, top_k: Tensor, top_p: Tensor, *, joint: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Renormalise what both filters leave; ``flashinfer.sampling.top_k_top_p_renorm_probs``.
+
+    Parameters
+    ----------
+    probs, out
+        See `top_k_renorm_probs`.
+    top_k, top_p, joint
+        See `top_k_top_p_from_probs`.
+    """
+    out = empty(probs, probs.shape) if out is None else out
+    function("sampling.top_k_top_p_renorm_probs")(probs, top_k, top_p, int(joint), out)
+    return out
+
+
 def sample_from_sorted(
     sorted_probs: Tensor,
     sorted_indices: Tensor,

@@ -176,12 +176,13 @@ class _Rewriter(rx.PyExprMutator):
         if site is None:
             return super().visit_call_(call)
         tensors = [self._operand(self.visit_expr(x)) for x in site.operands]
+        numbers = [rx.prim_value(tvm.tirx.const(x, "int64")) for x in site.scalars]
         shape = list(call.ty.shape)
         is_draw = len(shape) == 2 and str(call.ty.dtype).startswith("int")
         ty = rx.TensorType(
             shape[:1] if is_draw else shape, "int32" if is_draw else "float32", call.ty.vdevice
         )
-        result = rx.call_dps_packed(site.kernel, rx.Tuple(tensors), ty)
+        result = rx.call_dps_packed(site.kernel, rx.Tuple([*tensors, *numbers]), ty)
         if not is_draw:
             return result
         result = rx.op.reshape(self.builder_.emit(result), shape)

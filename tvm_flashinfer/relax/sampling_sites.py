@@ -39,6 +39,8 @@ class SamplingSite:
         Why no function serves it.
     notes : list of str
         What there is to know of a site that is served.
+    scalars : tuple of int
+        Numbers that the function takes after the tensors.
     """
 
     form: str
@@ -48,6 +50,7 @@ class SamplingSite:
     operands: tuple[rx.Expr, ...]
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    scalars: tuple[int, ...] = ()
 
 
 def find_sampling(function: rx.Function, mod: tvm.IRModule) -> list[SamplingSite]:
@@ -126,7 +129,25 @@ def _renorm(graph: Graph, mod: tvm.IRModule, binding: rx.VarBinding) -> Sampling
     form = "renormalize_top_p_top_k_prob"
     site = SamplingSite(form, kernel, division, binding.var.name, inputs)
     site.problems += _dtype_problems(site, ("float32", "float32", "float32", ("int32", "int64")))
+    if _is_sorted(graph, ordered, probs):
+        # The cut-off is then a threshold, which is found without the order. TVM keeps one token at
+        # least, where a top_k of 0 keeps all in ours.
+        site.kernel, site.scalars = "flashinfer.sampling.top_k_top_p_renorm_probs", (1,)
+        one = rx.const(1, str(top_k.ty.dtype))
+        site.operands = (probs, rx.op.maximum(top_k, one), top_p)
+        site.notes.append("the rows need not be sorted for it")
     return site
+
+
+def _is_sorted(graph: Graph, ordered: rx.Expr, probs: rx.Expr) -> bool:
+    """Return whether rows are those of probabilities in descending order."""
+    call = graph.value(ordered)
+    return (
+        op_name(call) == "relax.sort"
+        and bool(call.attrs.descending)
+        and int(call.attrs.axis) in (1, -1)
+        and _same(graph, call.args[0], probs)
+    )
 
 
 def _call_tir(
