@@ -197,23 +197,32 @@ struct Softmax : fi::OnlineSoftmax<kNumRows, /*WITH_SCALE=*/true> {
     auto previous = cute::make_fragment_like(this->row_max);
     if constexpr (!kFirst) cute::copy(this->row_max, previous);
     fi::reduce_max<kFirst>(scores, this->row_max);
+    float maxima[kNumRows], offsets[kNumRows];
+    bool is_large = false;
 #pragma unroll
     for (int row = 0; row < kNumRows; ++row) {
       // Rows that see no key yet have a maximum of -inf, and -inf less -inf is NaN.
-      const float maximum = ::fmaxf(this->row_max(row), kLowest);
+      maxima[row] = ::fmaxf(this->row_max(row), kLowest);
+      offsets[row] = maxima[row] * scale;
+      is_large |= ::fabsf(offsets[row]) > kLargestFused;
       if constexpr (!kFirst) {
-        this->scores_scale(row) = exp2f((previous(row) - maximum) * scale);
+        this->scores_scale(row) = exp2f((previous(row) - maxima[row]) * scale);
         this->row_sum(row) *= this->scores_scale(row);
       }
-      float offset = maximum * scale;
-      if (::fabsf(offset) > kLargestFused) {
+    }
+    if (__any_sync(0xffffffff, is_large)) {
 #pragma unroll
-        for (int i = 0; i < cute::size<1>(scores); ++i) scores(row, i) -= maximum;
-        offset = 0.f;
+      for (int row = 0; row < kNumRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < cute::size<1>(scores); ++i) scores(row, i) -= maxima[row];
+        offsets[row] = 0.f;
       }
+    }
+#pragma unroll
+    for (int row = 0; row < kNumRows; ++row) {
 #pragma unroll
       for (int i = 0; i < cute::size<1>(scores); ++i) {
-        scores(row, i) = exp2f(scores(row, i) * scale - offset);
+        scores(row, i) = exp2f(scores(row, i) * scale - offsets[row]);
       }
     }
     fi::reduce_sum<kFirst, /*warp_reduce=*/false>(scores, this->row_sum);
@@ -268,8 +277,8 @@ struct RaggedSource {
   }
   template <int kKeys, int kChunks>
   CUTLASS_DEVICE void Load(const CUtensorMap& map, uint64_t* barrier, uint8_t* tile, Place place,
-                           int head, int, int lane) const {
-    if (lane == 0) {
+                           int head, int, int) const {
+    if (cute::elect_one_sync()) {
       cute::SM90_TMA_LOAD_4D::copy(&map, barrier,
                                    static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                    tile, 0, place.first_key, 0, head);
