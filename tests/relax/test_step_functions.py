@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -168,6 +169,24 @@ def test_refusals() -> None:
         StepConfig(1, 3, 2, 64, 32, "float16")
     with pytest.raises(ValueError, match="got head_dim 0"):
         StepConfig(1, 2, 2, 0, 32, "float16")
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "says"),
+    [
+        (SM_90A, {"head_dim": 100}, "head dimension|head_dim"),
+        (SM_90A, {"dtype": "float32"}, "float32"),
+        ("llvm", {"dtype": "float64"}, "the dtype is float64; on CPU there are float16"),
+        ("c", {}, "the target is 'c'; there are kernels for cuda and llvm"),
+        ("llvm", {"rope_scaling": {"rope_type": "longrope"}}, "the RoPE scaling is longrope"),
+    ],
+    ids=["head_dim", "dtype", "cpu-dtype", "target", "rope"],
+)
+def test_what_no_kernel_serves(target: Any, changes: dict[str, Any], says: str) -> None:
+    """Refused before anything is exported or built."""
+    served = dataclasses.replace(config(), **changes)
+    with pytest.raises(ValueError, match=f"cannot be served:\n.*({says})"):
+        export_steps(Decoder(), served, Target(target))
 
 
 def test_other_methods_of_the_cache_say_what_there_is() -> None:

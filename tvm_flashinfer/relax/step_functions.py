@@ -14,12 +14,12 @@ from tvm.relax.frontend.nn import op
 from tvm.relax.frontend.nn import spec as nn_spec
 from tvm.target import Target
 
-from tvm_flashinfer.kernels.spec import KernelSpec
+from tvm_flashinfer.kernels.spec import KernelSpec, unsupported_reasons
 from tvm_flashinfer.relax._compat import FUSES_IN_PLACE, StringImm
 from tvm_flashinfer.relax.report import NATIVE, CompileReport, ReportRow, attach_report
 from tvm_flashinfer.relax.ship import link_kernels, resolve_ship
 from tvm_flashinfer.relax.slots import arch_text
-from tvm_flashinfer.relax.support import target_archs
+from tvm_flashinfer.relax.support import CPU_DTYPES, TARGETS, target_archs
 from tvm_flashinfer.steps.config import CONFIG_FUNCTION, DECODE, PREFILL, StepConfig
 
 #: TVM's number for a function that is fused with nothing.
@@ -236,8 +236,10 @@ def export_steps(
     Raises
     ------
     ValueError
-        When a layer attends with other sizes than those of ``config``.
+        When no kernel serves ``config``, with the reasons, and when a layer attends with other
+        sizes than it says.
     """
+    _check(config, target)
     ship = resolve_ship(ship, target)
     functions = {PREFILL: _prefill_spec(config, prefill or model.prefill)}
     for size in config.batch_sizes:
@@ -305,6 +307,23 @@ def _method_spec(
     specs = {name: nn_spec.Tensor(shape, "int32") for name, shape in tensors.items()} | others
     specs["pages"] = nn_spec.Tuple("pages", [page] * config.num_layers)
     return nn_spec.MethodSpec(method, list(specs), list(specs.values()), "packed", "none")
+
+
+def _check(config: StepConfig, target: Target) -> None:
+    kind = target.kind.name
+    if kind not in TARGETS:
+        reasons = [f"the target is {kind!r}; there are kernels for {' and '.join(TARGETS)}"]
+    elif kind == "cuda":
+        reasons = [why for spec in _kernels(config, target) for why in unsupported_reasons(spec)]
+    else:
+        reasons = []
+        if config.dtype not in CPU_DTYPES:
+            reasons = [f"the dtype is {config.dtype}; on CPU there are {', '.join(CPU_DTYPES)}"]
+    if config.rope_scaling.get("rope_type") == "longrope":
+        reasons.append("the RoPE scaling is longrope, whose factors TVM's cache passes alone")
+    if reasons:
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        raise ValueError(f"these step functions cannot be served:{lines}")
 
 
 def _kernels(config: StepConfig, target: Target) -> list[KernelSpec]:
