@@ -104,7 +104,7 @@ def test_latent_attention(ops, cuda, cuda_workspaces, rng, use, monkeypatch, ker
     )  # fmt: skip
     call = mla_call(ops, cuda, cuda_workspaces, rng, spec)
     call.plan_run_check()
-    assert call.plan_value[19] == (kernel == "sm90")
+    assert call.run_args["plan"][19] == (kernel == "sm90")
 
 
 def test_plans_outlive_the_file(ops, cuda, cuda_workspaces, rng, use):
@@ -167,7 +167,9 @@ def test_choices_are_printed_once_for_each_class(cuda):
         env={
             **os.environ,
             "TVM_FLASHINFER_DEBUG": "kernels",
-            "PYTHONPATH": str(Path(tvm_flashinfer.__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(tvm_flashinfer.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            ),
         },
         capture_output=True,
         text=True,

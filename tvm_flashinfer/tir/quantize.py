@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from tvm import te, tirx
 
 #: The largest number of each dtype; what is larger becomes it.
@@ -46,8 +47,10 @@ def _code(size: Any, dtype: str) -> Any:
     normal = ((bits + half) >> _bits(dropped)) - _bits((127 - bias) << mantissa)
     # Below the normal numbers codes count steps: a sum whose last bit is a step rounds to them.
     least = 2.0 ** (1 - bias)
-    shift = tirx.const(least / 2**mantissa * 2**23, "float32")
-    steps = tirx.reinterpret("uint32", size + shift) - tirx.reinterpret("uint32", shift)
+    shift = np.float32(least / 2**mantissa * 2**23)
+    # TVM's code for CUDA cannot take the bits of a constant.
+    steps = tirx.reinterpret("uint32", size + tirx.const(shift, "float32"))
+    steps -= _bits(int(shift.view(np.uint32)))
     return tirx.Select(size < tirx.const(least, "float32"), steps, normal)
 
 
