@@ -55,6 +55,9 @@ def contract_problems() -> tuple[str, ...]:
 def try_contract() -> tuple[str, ...]:
     """Return what `contract_problems` does, tried now."""
     try:
+        # Its hook comes here too: before the probe is imported, which it would find half done.
+        import tvm  # noqa: F401
+
         from tvm_flashinfer.contract_probe import contract_differences
 
         return tuple(contract_differences())

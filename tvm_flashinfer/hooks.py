@@ -58,15 +58,25 @@ def disable() -> None:
 
 
 def turned_off() -> bool:
-    """Return whether ``TVM_FLASHINFER_DISABLE`` turns us off, until `enable` is called."""
-    return os.environ.get("TVM_FLASHINFER_DISABLE", "0") not in ("", "0")
+    """Return whether ``TVM_FLASHINFER_DISABLE`` turns us off, until `enable` is called.
+
+    Raises
+    ------
+    ValueError
+        It holds something else than 0 and 1.
+    """
+    value = os.environ.get("TVM_FLASHINFER_DISABLE", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"TVM_FLASHINFER_DISABLE is {value!r}, expected 1, which turns tvm_flashinfer off, or 0"
+        )
+    return value == "1"
 
 
 def _autoload() -> None:
-    if turned_off():
-        return
     try:
-        enable()
+        if not turned_off():
+            enable()
     except Exception as error:  # `import tvm` must work whatever is wrong with us
         warnings.warn(
             f"tvm_flashinfer is not active: {error}. TVM_FLASHINFER_DISABLE=1 turns it off",

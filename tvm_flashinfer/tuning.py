@@ -123,6 +123,9 @@ def tuning_to_carry(archs: Iterable[str]) -> CarriedTuning | None:
 
 def measured_archs() -> tuple[str, ...]:
     """Return the architectures that the rules for kernels were measured on, such as ``("90",)``."""
+    from tvm_flashinfer import _native
+
+    _native.load()  # also where TVM_FLASHINFER_DISABLE keeps `import tvm` from it
     return tuple(str(arch) for arch in function_of("flashinfer.measured_archs", None)())
 
 

@@ -114,6 +114,33 @@ def test_switched_off(monkeypatch) -> None:
     assert tvm_kv_cache.FlashInferPagedKVCache is original
 
 
+def test_switch_that_is_neither(monkeypatch) -> None:
+    """Someone wanted something: nothing is replaced, and it is told why."""
+    monkeypatch.setenv("TVM_FLASHINFER_DISABLE", "off")
+    original = tvm_kv_cache.FlashInferPagedKVCache
+    with pytest.warns(hooks.HookWarning, match="TVM_FLASHINFER_DISABLE is 'off', expected 1"):
+        hooks._autoload()
+    assert tvm_kv_cache.FlashInferPagedKVCache is original
+
+
+def test_contract_asked_before_tvm_is_imported() -> None:
+    """The import calls the hook, which asks the same while the first is not done."""
+    code = """
+import sys, types
+from tvm_flashinfer import contract, hooks
+real = __import__
+def importing(name, *args, **kwargs):
+    first = name == "tvm" and "tvm" not in sys.modules
+    module = real(name, *args, **kwargs)
+    if first:
+        hooks._autoload()
+    return module
+__builtins__.__import__ = importing
+print(contract.try_contract())
+"""
+    assert run(code, PYTHONWARNINGS="error::tvm_flashinfer.hooks.HookWarning") == "()"
+
+
 def test_tvm_that_is_not_served(monkeypatch) -> None:
     """What it calls otherwise is named, and nothing of it is replaced."""
     problem = "append is called with 5 arguments"

@@ -18,6 +18,9 @@ from tvm_flashinfer.kernels.spec import ARCHS, KernelSpec
 #: The oldest CUDA whose nvcc the CCCL headers of FlashInfer accept.
 MINIMUM_CUDA = (12, 0)
 
+#: What names an nvcc, in this order.
+_NVCC_VARIABLES = ("TVM_FLASHINFER_NVCC", "CUDACXX")
+
 #: Options that only newer compilers have; they are used when `nvcc --help` names them.
 _OPTIONAL_FLAGS = ("--compress-mode", "--static-global-template-stub")
 
@@ -144,7 +147,7 @@ def missing_tools(*, model_object: bool = False) -> list[str]:
     if nvcc is None:
         path = _nvcc_path()
         missing.append(
-            f"{path} is not a working nvcc: set CUDA_HOME to the folder of a CUDA toolkit."
+            f"{path} is not a working nvcc: {_nvcc_remedy()}."
             if path
             else "nvcc is missing: install the CUDA toolkit (12.8 or newer is best), and add its "
             "bin folder to PATH or set CUDA_HOME to its folder."
@@ -191,7 +194,7 @@ def find_toolchain(*, model_object: bool = False) -> Toolchain:
 
 
 def _nvcc_path() -> Path | None:
-    for variable in ("TVM_FLASHINFER_NVCC", "CUDACXX"):
+    for variable in _NVCC_VARIABLES:
         # A variable that names no executable is an error to report, not a reason to look further.
         if name := os.environ.get(variable):
             return Path(shutil.which(name) or name)
@@ -201,6 +204,14 @@ def _nvcc_path() -> Path | None:
     if found := shutil.which("nvcc"):
         return Path(found)
     return _executable(Path("/usr/local/cuda/bin/nvcc"))
+
+
+def _nvcc_remedy() -> str:
+    """What to do about an nvcc that does not work: the variable that named it comes first."""
+    named = next((x for x in _NVCC_VARIABLES if os.environ.get(x)), None)
+    if named is None:
+        return "set CUDA_HOME to the folder of a CUDA toolkit"
+    return f"it is what {named} names; set that to a working one, or unset it"
 
 
 def _executable(path: Path) -> Path | None:
