@@ -123,11 +123,12 @@ def test_switch_that_is_neither(monkeypatch) -> None:
     assert tvm_kv_cache.FlashInferPagedKVCache is original
 
 
-def test_contract_asked_before_tvm_is_imported() -> None:
+def test_contract_asked_before_tvm_is_imported(tmp_path) -> None:
     """The import calls the hook, which asks the same while the first is not done."""
     code = """
-import sys, types
+import sys, warnings
 from tvm_flashinfer import contract, hooks
+warnings.simplefilter("error", hooks.HookWarning)
 real = __import__
 def importing(name, *args, **kwargs):
     first = name == "tvm" and "tvm" not in sys.modules
@@ -138,7 +139,8 @@ def importing(name, *args, **kwargs):
 __builtins__.__import__ = importing
 print(contract.try_contract())
 """
-    assert run(code, PYTHONWARNINGS="error::tvm_flashinfer.hooks.HookWarning") == "()"
+    nothing_is_remembered = str(tmp_path / "cache")
+    assert run(code, TVM_FLASHINFER_CACHE_DIR=nothing_is_remembered) == "()"
 
 
 def test_tvm_that_is_not_served(monkeypatch) -> None:
