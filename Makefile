@@ -4,6 +4,10 @@
 # make test-native  the tests in C++ on CPU; make test runs them too
 # make docs         the documentation as a site, in build/site; make test builds it too
 # make test-gpu     the same op tests on a GPU
+# make test-all     make test, then sanitizers, and the wheel of a release in clean environments
+# make wheel        the sdist and the wheel of a release, in dist (KERNELS=no: without prebuilt kernels)
+# make sanitize     the native tests with ASan and UBSan; sanitize-ops and sanitize-thread: and op tests
+# make sanitize-gpu the op tests on a GPU under compute-sanitizer
 # make clean        removes what the other targets made
 
 PYTHON ?= python3
@@ -21,7 +25,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc include cmake tvm_fla
   \( -name '*.py' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.txt' \
   -o -name '*.cmake' \) -not -path '*/lib/*')
 
-.PHONY: demo demo-gemma3 test test-native docs test-gpu lint clean
+.PHONY: demo demo-gemma3 test test-native test-all docs test-gpu lint clean wheel
+.PHONY: sanitize sanitize-ops sanitize-thread sanitize-gpu
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +81,37 @@ docs: $(VENV)/.test
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m cuda
+
+test-all: test sanitize-ops sanitize-thread wheel
+	TVM_FLASHINFER_RELEASE="$(CURDIR)/dist" $(BIN)/python -m pytest tests/release
+
+build/release-venv/.done: release/requirements.txt
+	$(PYTHON) -m venv --clear build/release-venv
+	build/release-venv/bin/python -m pip install --quiet --require-hashes -r $<
+	@touch $@
+
+wheel: build/release-venv/.done
+	rm -rf dist
+	build/release-venv/bin/python release/wheel.py $(if $(filter no,$(KERNELS)),--no-kernels)
+
+SANITIZE := PYTHON="$(abspath $(BIN))/python" tests/sanitizers/run.sh
+
+sanitize: $(VENV)/.test
+	$(SANITIZE) address,undefined
+
+sanitize-ops: $(VENV)/.test
+	LEVELS=ON $(SANITIZE) address,undefined tests/ops
+
+sanitize-thread: $(VENV)/.test
+	LEVELS=ON $(SANITIZE) thread tests/ops/test_threads.py tests/ops/test_cache_attention_threads.py
+
+GPU_TESTS ?= tests/ops
+
+sanitize-gpu: $(VENV)/.test
+	for tool in memcheck racecheck initcheck synccheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
+	    $(BIN)/python -m pytest -m cuda $(GPU_TESTS) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist tvm_flashinfer/lib
