@@ -140,6 +140,22 @@ def test_folder_that_anyone_may_write_is_refused(cache_dir):
         KernelCache()
 
 
+def test_folder_inside_that_anyone_may_write_is_refused(cache_dir):
+    path, _ = get(KernelCache())
+    path.parent.chmod(0o777)
+    with pytest.raises(CacheError, match=rf"anyone may write .*{path.parent} \(mode 777\)"):
+        get(KernelCache())
+
+
+def test_folder_inside_of_another_user_is_refused(cache_dir):
+    if os.geteuid() != 0:
+        pytest.skip("only root may give folders away")
+    path, _ = get(KernelCache())
+    os.chown(path.parent, 12345, -1)
+    with pytest.raises(CacheError, match=rf"{path.parent}, belongs to user 12345"):
+        KernelCache()
+
+
 def test_folder_of_another_user_is_refused(cache_dir, monkeypatch):
     cache_dir.mkdir()
     owner = cache_dir.stat().st_uid

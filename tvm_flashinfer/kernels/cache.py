@@ -295,30 +295,23 @@ class KernelCache:
         return self.root / folder / f"{name}-{key[:_KEY_LENGTH]}{suffix}"
 
     def _check_owner(self) -> None:
+        """Raise when others may put files into the folder or into those that it holds."""
         try:
             status = self.root.stat()
+            if not stat.S_ISDIR(status.st_mode):
+                raise CacheError(
+                    f"{self.root} is not a folder; set {CACHE_VARIABLE} to a folder for built "
+                    "kernels"
+                )
+            _check_folder(self.root, status)
+            with os.scandir(self.root) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        _check_folder(Path(entry.path), entry.stat())
         except FileNotFoundError:
             return
         except OSError as error:
             raise _unusable(self.root, error) from error
-        if not stat.S_ISDIR(status.st_mode):
-            raise CacheError(
-                f"{self.root} is not a folder; set {CACHE_VARIABLE} to a folder for built kernels"
-            )
-        if not hasattr(os, "geteuid"):
-            return
-        if status.st_uid not in (os.geteuid(), 0):
-            raise CacheError(
-                f"the folder of built kernels, {self.root}, belongs to user {status.st_uid} and "
-                f"this process runs as user {os.geteuid()}. Kernels are code, so another user's "
-                f"are not loaded; set {CACHE_VARIABLE} to a folder of your own."
-            )
-        if status.st_mode & stat.S_IWOTH:
-            raise CacheError(
-                f"anyone may write to the folder of built kernels, {self.root} (mode "
-                f"{stat.S_IMODE(status.st_mode):o}). Kernels are code: run `chmod 700` on it, or "
-                f"set {CACHE_VARIABLE} to another folder."
-            )
 
     def _create(self) -> None:
         with self._writing():
@@ -334,6 +327,23 @@ class KernelCache:
             yield
         except OSError as error:
             raise _unusable(self.root, error) from error
+
+
+def _check_folder(folder: Path, status: os.stat_result) -> None:
+    if not hasattr(os, "geteuid"):
+        return
+    if status.st_uid not in (os.geteuid(), 0):
+        raise CacheError(
+            f"the folder of built kernels, {folder}, belongs to user {status.st_uid} and "
+            f"this process runs as user {os.geteuid()}. Kernels are code, so another user's "
+            f"are not loaded; set {CACHE_VARIABLE} to a folder of your own."
+        )
+    if status.st_mode & stat.S_IWOTH:
+        raise CacheError(
+            f"anyone may write to the folder of built kernels, {folder} (mode "
+            f"{stat.S_IMODE(status.st_mode):o}). Kernels are code: run `chmod 700` on it, or "
+            f"set {CACHE_VARIABLE} to another folder."
+        )
 
 
 def _unusable(root: Path, error: OSError) -> CacheError:
