@@ -100,10 +100,10 @@ sanitize: $(VENV)/.test
 	$(SANITIZE) address,undefined
 
 sanitize-ops: $(VENV)/.test
-	LEVELS=ON $(SANITIZE) address,undefined tests/ops
+	$(SANITIZE) address,undefined tests/ops
 
 sanitize-thread: $(VENV)/.test
-	LEVELS=ON $(SANITIZE) thread tests/ops/test_threads.py tests/ops/test_cache_attention_threads.py
+	$(SANITIZE) thread tests/ops/test_threads.py tests/ops/test_cache_attention_threads.py
 
 GPU_TESTS ?= tests/ops
 

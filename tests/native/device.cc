@@ -156,7 +156,7 @@ void Free(DLDevice device, void* memory) {
 
 void CopyTo(DLDevice device, void* memory, const void* host, size_t bytes) {
   if (device.device_type == kDLCPU) {
-    std::memcpy(memory, host, bytes);
+    if (bytes > 0) std::memcpy(memory, host, bytes);  // an empty vector has no address
     return;
   }
   Check(TheDriver().CtxSynchronize(), "cuCtxSynchronize");

@@ -158,7 +158,7 @@ TFI_INLINE Vec Exp2(Vec x) {
   p = p * f + 0.24022242426872253f;
   p = p * f + 0.6931470036506653f;
   p = p * f + 1.0f;
-  const Vec scaled = (Vec)((IVec)p + ((IVec)shifted << 23));
+  const Vec scaled = (Vec)((UVec)p + ((UVec)shifted << 23));  // unsigned: it may wrap round
   return x < -126.0f ? Vec{} : scaled;
 }
 
