@@ -130,6 +130,10 @@ def test_doctor_of_a_package_without_its_library(tmp_path):
     done = run("-c", "import tvm_flashinfer")
     assert done.returncode == 1
     assert "the native library of this package was not built" in done.stderr
+    assert "Install tvm-flashinfer again" in done.stderr
+    (tmp_path / "pyproject.toml").touch()
+    done = run("-c", "import tvm_flashinfer")
+    assert f"{tmp_path} is a source checkout" in done.stderr
     done = run("-m", "tvm_flashinfer", "doctor")
     assert done.returncode == 1
     assert "problem: " in done.stdout

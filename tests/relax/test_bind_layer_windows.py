@@ -209,6 +209,23 @@ def test_dispatch_of_the_cache_binds(kind: str, module_builder: Any, request: An
     assert notes == ["2 calls of the module name the window of their layer"]
 
 
+def test_slots_where_a_window_of_the_cache_is_refused(module_builder: Any, cuda: Any) -> None:
+    """What a cache of `support_sliding_window` 1 would run is not promised where layers slide."""
+
+    def promises(changes: dict[str, Any]) -> set[str]:
+        mod, _ = dispatched(module_builder, cuda, changes)
+        report = read_report(
+            {"flashinfer_report": lambda: mod["flashinfer_report"].body.body.value}
+        )
+        promise = "created with support_sliding_window 1: "
+        reasons = [reason for row in report.rows for reason in row.reasons]
+        return {x.removeprefix(promise) for x in reasons if x.startswith(promise)}
+
+    assert promises(SLIDING) == {"refused, since single layers have windows"}
+    assert all(x.startswith("flashinfer.") for x in promises({}))
+    assert promises({})
+
+
 def test_dispatch_of_equal_caches_binds(module_builder: Any, llvm: Any) -> None:
     """It does not matter which of them a function is given."""
     mod, notes = dispatched(module_builder, llvm, SLIDING, SLIDING)

@@ -9,7 +9,7 @@ import oracle
 import pytest
 import tvm
 from batches import normal
-from device_tensors import numpy_dtype
+from device_tensors import numpy_dtype, to_device
 from test_split_qkv_rotary import SCALINGS
 from test_tir import CUDA, target_of
 from tvm import relax as rx
@@ -65,10 +65,11 @@ def test_rows_of_8_bits(rng, device, dtype, stored):
     x[0, 0, :8] = [0, -0.0, np.nan, np.inf, -np.inf, 6e4, -6e4, 1e-7]
     (t,) = placeholders(x)
     (got,) = results(device, [x], tir.quantized(t, 0.25, stored), [t])
-    pages = np.zeros((3, 2, 2, 16, 64), numpy_dtype(stored))
+    cpu = tvm.cpu(0)
+    pages = to_device(np.zeros((3, 2, 2, 16, 64), numpy_dtype(stored)), cpu)
     slots = np.arange(40, dtype=np.int32)
-    ops.append_paged_kv_cache(pages, x, x, slots, k_scale=0.25, v_scale=0.25)
-    want, _ = oracle.gathered(pages, slots)
+    ops.append_paged_kv_cache(pages.tensor, x, x, slots, k_scale=0.25, v_scale=0.25)
+    want, _ = oracle.gathered(pages.numpy(), slots)
     nan = np.isnan(want.astype(np.float32))
     np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan)
     np.testing.assert_array_equal(got.view(np.uint8)[~nan], want.view(np.uint8)[~nan])

@@ -67,7 +67,12 @@ def _library(name: str) -> Path:
     path = lib_dir() / name
     if not path.is_file():
         raise KernelError(
-            f"{path} is missing: the native library of this package was not built. Install "
-            "tvm-flashinfer again, or in a source checkout build it with CMake."
+            f"{path} is missing: the native library of this package was not built. "
+            + (
+                f"{path.parents[2]} is a source checkout, which hides an installed package from "
+                "programs that run in it: run them elsewhere, or `make demo` there once"
+                if (path.parents[2] / "pyproject.toml").is_file()
+                else "Install tvm-flashinfer again"
+            )
         )
     return path

@@ -133,7 +133,10 @@ def _planned(config: PagedKVCacheConfig, slot: Slot) -> tuple[str, tuple[str, ..
         if slot is MLA:
             return slot.planned, ()
         return slot.planned, (f"steps of one token of each sequence: flashinfer.{slot.function}",)
-    notes = (f"created with support_sliding_window 1: flashinfer.{slot.function}",)
+    sliding = f"flashinfer.{slot.function}"
+    if config.has_sliding_layers:
+        sliding = "refused, since single layers have windows"
+    notes = (f"created with support_sliding_window 1: {sliding}",)
     if slot is not DECODE_PAGED or not decodes_by_prefill(config):
         return slot.planned, notes
     notes += (
