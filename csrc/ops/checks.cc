@@ -1,5 +1,6 @@
 #include "checks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -145,8 +146,17 @@ void Checker::OnHost(const char* name, const TensorView& tensor) const {
   }
 }
 
+void Checker::Aligned(const char* name, const TensorView& tensor, int64_t num_bytes) const {
+  const auto address = reinterpret_cast<uintptr_t>(DataOf(tensor));
+  if (address % num_bytes == 0 || tensor.numel() == 0) return;
+  FailValue(Text("`", name, "` starts at address 0x", std::hex, address, std::dec,
+                 ", expected a multiple of ", num_bytes,
+                 " bytes; copy it, or view the memory at another offset"));
+}
+
 kernels::DType Checker::FloatDType(const char* name, const TensorView& tensor) const {
   const DLDataType dtype = tensor.dtype();
+  Aligned(name, tensor, std::max(dtype.bits / 8, 1));
   if (dtype.lanes == 1) {
     if (dtype.code == kDLFloat && dtype.bits == 16) return kernels::DType::kFloat16;
     if (dtype.code == kDLBfloat && dtype.bits == 16) return kernels::DType::kBFloat16;
@@ -160,6 +170,7 @@ void Checker::DType(const char* name, const TensorView& tensor, DLDataType expec
     FailType(
         Text("`", name, "` is ", DTypeText(tensor.dtype()), ", expected ", DTypeText(expected)));
   }
+  Aligned(name, tensor, std::max(expected.bits / 8, 1));
 }
 
 kernels::DType Checker::StoredDType(const char* name, const TensorView& tensor) const {
@@ -191,9 +202,11 @@ void Checker::PlannedKVDType(const char* name, const TensorView& tensor, DLDataT
 }
 
 void Checker::Workspace(const char* name, const TensorView& tensor) const {
+  constexpr int64_t kAlignment = 16;  // what lies in it is read in such pieces
   DType(name, tensor, kUInt8);
   Rank(name, tensor, 1, "(num_bytes,)");
   Contiguous(name, tensor);
+  Aligned(name, tensor, kAlignment);
 }
 
 void Checker::Rank(const char* name, const TensorView& tensor, int expected,

@@ -58,7 +58,8 @@ class Checker {
   /*! \brief The tensor lies in memory that the host reads: CPU, or pinned by CUDA. */
   void OnHost(const char* name, const TensorView& tensor) const;
 
-  /*! \brief float16, bfloat16 or float32. */
+  /*! \brief float16, bfloat16 or float32. This and the following want addresses to fit the dtype.
+   */
   kernels::DType FloatDType(const char* name, const TensorView& tensor) const;
   void DType(const char* name, const TensorView& tensor, DLDataType expected) const;
   /*! \brief Those of FloatDType, and float8_e4m3fn and float8_e5m2. */
@@ -68,7 +69,7 @@ class Checker {
   /*! \brief For functions with a plan: keys of q's dtype; for 8-bit ones it says what serves them.
    */
   void PlannedKVDType(const char* name, const TensorView& tensor, DLDataType q_dtype) const;
-  /*! \brief A contiguous uint8 tensor. */
+  /*! \brief A contiguous uint8 tensor that starts at a multiple of 16 bytes. */
   void Workspace(const char* name, const TensorView& tensor) const;
 
   /*! \brief The sizes are as expected; `meaning` spells them: "(n, num_qo_heads, head_dim)". */
@@ -120,6 +121,9 @@ class Checker {
   [[noreturn]] void FailRuntime(const std::string& message) const;
 
  private:
+  /*! \brief Its address is a multiple of num_bytes, unless it is empty. */
+  void Aligned(const char* name, const TensorView& tensor, int64_t num_bytes) const;
+
   enum class Counted { kNo, kCPU, kCUDA };
   const char* op_;
   mutable Counted counted_ = Counted::kNo;

@@ -76,12 +76,18 @@ def _floats(_old: Any, device: Any) -> Any:
     return _small(device, np.float32)
 
 
+def _a_byte_off(_old: Any, device: Any) -> Any:
+    return to_device(np.zeros(1 << 16, np.uint8), device, byte_offset=1)
+
+
 def _not_on_host(_old: Any, device: Any) -> Any:
     small = _small(device, np.uint8)
     return small if is_cuda(device) else relabelled(small, 2)
 
 
 WORKSPACES = [
+    bad("a byte off", "float_workspace", _a_byte_off),
+    bad("a byte off", "int_workspace", _a_byte_off),
     bad("float32", "float_workspace", _floats, TypeError),
     bad("float32", "int_workspace", _floats, TypeError),
     bad("rank 2", "int_workspace", lambda _o, d: _small(d, np.uint8, (4, 4))),

@@ -64,6 +64,8 @@ def tensor_spoils(old: DeviceTensor) -> Iterator[tuple[str, Any]]:
     if rank and old.layout.size > 1:
         yield "gaps", strided_copy
         yield "sparse", sparse_last
+    if old.layout.size and kind.itemsize > 1:
+        yield "a byte off", lambda x, _: to_device(x.numpy(), x.tensor.device, byte_offset=1)
     yield from values(None, 7, "text")
 
 
@@ -128,7 +130,11 @@ ALLOWED = [
     # Part of a calling convention, and not read.
     (".*", "rope_rcp_scale|rope_rcp_theta", "nan|-?inf|1e.300"),
     (r"bind_attention.*\(\)|single_.*", "rope_scale|rope_theta", "nan|-?inf|1e.300"),
-    ("single_.*", "scratch", r"float64|int64|other kind|device|rank.*|axis 0 \w+|gaps|sparse"),
+    (
+        "single_.*",
+        "scratch",
+        r"float64|int64|other kind|device|rank.*|axis 0 \w+|gaps|sparse|a byte.*",
+    ),
     # Large, and all the same a number with angles that are finite.
     (".*(split_qkv_rotary|apply_r).*", "rope_theta", "1e.300"),
     # Names, of which any will do.
