@@ -15,6 +15,7 @@ import numpy as np
 from tvm import relax as rx
 
 from tvm_flashinfer.relax.affine import Affine, read_affine, viewed, with_flat_units
+from tvm_flashinfer.relax.attention_site import provably_equal
 from tvm_flashinfer.relax.graph import VIEWS, Graph, op_name, shape_of
 
 #: Emits an expression, and gives what stands for an old one: see `emit_attention`.
@@ -296,14 +297,31 @@ def _maybe_negated(seen: Seen, negated: bool) -> Seen:
 
 
 def _viewed(seen: Seen, call: rx.Call) -> Seen:
-    """Return a condition under a view of its tensor."""
+    """Return a condition under a view of a tensor that it is broadcast to."""
+    whole = _broadcast(seen, call.args[0])
 
     def make(emit: Any, renewed: Any) -> rx.Expr:
         rest = [renewed(arg) for arg in call.args[1:]]
-        return rx.Call(call.op, [emit(seen.make(emit, renewed)), *rest], call.attrs)
+        return rx.Call(call.op, [emit(whole.make(emit, renewed)), *rest], call.attrs)
 
-    line = None if seen.line is None else viewed(seen.line, call)
+    line = None if whole.line is None else viewed(whole.line, call)
     return Seen(shape_of(call), make, line)
+
+
+def _broadcast(seen: Seen, tensor: rx.Expr) -> Seen:
+    """Return a condition of one part of a tensor with the shape of all of it."""
+    shape = shape_of(tensor)
+    if len(shape) == len(seen.shape) and all(map(provably_equal, shape, seen.shape)):
+        return seen
+    sizes = rx.ShapeExpr(shape)
+
+    def make(emit: Any, renewed: Any) -> rx.Expr:
+        return rx.op.broadcast_to(emit(seen.make(emit, renewed)), renewed(sizes))
+
+    line = seen.line
+    if line is not None:
+        line = Affine((*(0,) * (len(shape) - len(line.slopes)), *line.slopes), line.start)
+    return Seen(shape, make, line)
 
 
 def _band(seen: np.ndarray) -> Affine | None:

@@ -207,7 +207,7 @@ def _steps(graph: Graph, expr: rx.Expr) -> list[_Step] | None:
     if name == "relax.where":
         for at in (1, 2):
             rest = _steps(graph, value.args[at])
-            if rest is not None:
+            if rest is not None and same_shape(value, value.args[at]):
                 return [_Step("selected", names, (value, at)), *rest]
         return None
     if name not in _BINARY:

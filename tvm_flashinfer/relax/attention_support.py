@@ -61,7 +61,11 @@ def _heads(site: AttentionSite) -> list[str]:
 
 
 def _sizes(site: AttentionSite) -> list[str]:
-    reasons = []
+    reasons = [
+        f"{name} has shape {operand.expr.ty.shape}, which has no elements"
+        for name, operand in zip("qkv", (site.q, site.k, site.v), strict=True)
+        if 0 in map(static, operand.shape)
+    ]
     if static(site.q.size("H")) is None or static(site.v.size("H")) is None:
         reasons.append("a head_dim is not known at compile time")
     for dim, meaning in (("B", "requests"), ("S", "keys")):

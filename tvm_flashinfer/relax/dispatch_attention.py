@@ -17,6 +17,7 @@ from tvm_flashinfer.relax.attention_support import (
     unserved_reasons,
 )
 from tvm_flashinfer.relax.graph import Graph
+from tvm_flashinfer.relax.patterns import PREFIX
 from tvm_flashinfer.relax.report import FALLBACK, NATIVE, CompileReport, ReportRow, attach_report
 from tvm_flashinfer.relax.ship import link_kernels, resolve_ship
 from tvm_flashinfer.relax.slots import arch_text
@@ -81,6 +82,7 @@ class DispatchAttention:
             var: found
             for var, function in mod.functions_items()
             if isinstance(function, rx.Function)
+            and not _is_of_another_backend(function)
             and (found := find_sites(function, self.binary_masks))
         }
         if not sites:
@@ -116,6 +118,13 @@ class DispatchAttention:
                 "`with target:`"
             )
         return target
+
+
+def _is_of_another_backend(function: rx.Function) -> bool:
+    """Return whether a function was parted for a compiler that takes its operators as they are."""
+    attrs = function.attrs or {}
+    pattern = str(attrs.get("Composite", PREFIX))
+    return "Codegen" in attrs or not pattern.startswith(PREFIX)
 
 
 def find_sites(function: rx.Function, binary_masks: bool = False) -> list[AttentionSite]:

@@ -96,6 +96,12 @@ class Graph:
         self._use(expr.body, None)
 
     def _use(self, value: rx.Expr, user: rx.Var | None) -> None:
+        # What is inside of branches and of local functions is visited with their own bindings.
+        if isinstance(value, rx.Function):
+            return
+        if isinstance(value, rx.If):
+            value = value.cond
+
         def visit(expr: rx.Expr) -> None:
             if isinstance(expr, rx.Var) and isinstance(expr.ty, rx.TensorType | rx.TupleType):
                 self._users.setdefault(expr, []).append(user)
