@@ -10,9 +10,12 @@ import tvm
 from attention_modules import called, dispatched, module, rows, tensors
 from tvm import relax as rx
 from tvm import tirx
+from tvm.relax.backend.cpu_generic import pipeline as cpu_pipeline
+from tvm.relax.backend.cuda import pipeline as cuda_pipeline
 
-from tvm_flashinfer.relax import DispatchAttention
+from tvm_flashinfer.relax import DispatchAttention, DispatchSampling
 
+tvm_pipelines = {"llvm": cpu_pipeline, "cuda": cuda_pipeline}
 op = rx.op
 DENSE = "flashinfer.attention_dense"
 SHAPES = {"x": ("b", "n", 128), "w": (128, 384)}
@@ -86,6 +89,12 @@ _BEFORE = {
     "non-dataflow": rx.transform.ToNonDataflow(),
     "dataflow": rx.transform.ConvertToDataflow(),
     "dead code": rx.transform.DeadCodeElimination(),
+    "parallel products": rx.transform.CombineParallelMatmul(),
+    "fusion": tvm.transform.Sequential(
+        [rx.transform.AnnotateTIROpPattern(), rx.transform.FuseOps()]
+    ),
+    "memory": rx.transform.StaticPlanBlockMemory(),
+    "local functions": rx.transform.LambdaLift(),
 }
 
 
@@ -97,6 +106,45 @@ def test_order_of_passes(name: str) -> None:
         after = tvm.transform.Sequential(order)(make())
         rx.analysis.well_formed(after)
         assert called(after) == [DENSE, DENSE]
+
+
+def test_mixed_precision_goes_first() -> None:
+    """TVM's pass for it takes no call of a packed function; the casts it makes are read through."""
+    mixed = rx.transform.ToMixedPrecision()(make())
+    assert called(dispatched(mixed, strict=True)) == [DENSE, DENSE]
+
+
+@pytest.mark.parametrize("kind", ["llvm", "cuda"])
+def test_every_place_in_the_pipeline(kind: str, cuda: Any, llvm: Any) -> None:
+    """Ours finds all before operators become TIR, nothing after it, and breaks no pass behind it.
+
+    On CUDA with graphs, whose rewriting and memory planning come last.
+    """
+    target = cuda if kind == "cuda" else llvm
+    backend = tvm_pipelines[kind]
+    ours = [DispatchAttention(target, ship="shared"), DispatchSampling(target)]
+    mod = make()
+    if kind == "cuda":
+        mod = module(tensors({"x": (2, 9, 128), "w": (128, 384)}, "float16"), block)
+    with target, tvm.transform.PassContext(config={"relax.backend.use_cuda_graph": True}):
+        dispatch = backend.library_dispatch_passes(target)
+        lowering = [
+            *backend.legalize_passes(target),
+            *backend.dataflow_lower_passes(target),
+            *backend.finalize_passes(target),
+        ]
+        passes = [*dispatch, *lowering]
+        for place in range(len(passes) + 1):
+            after = tvm.transform.Sequential(ours)(mod)
+            rx.analysis.well_formed(after)
+            if place > len(dispatch):
+                assert after.same_as(mod)
+            else:
+                lowered = tvm.transform.Sequential(passes[place:])(after)
+                functions = [f for f in lowered.functions.values() if isinstance(f, rx.Function)]
+                assert "".join(f.script() for f in functions).count(DENSE) == 4  # 2 in the report
+            if place < len(passes):
+                mod = passes[place](mod)
 
 
 def test_after_legalization_there_is_nothing() -> None:
