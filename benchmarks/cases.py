@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .work import CKV, KPE, Row
+from .work import CKV, GATES, KPE, NORMS, Row
 
 #: Buffers of a row at most: enough for pages of 64 KB to be read from memory.
 MOST_BUFFERS = 2560
@@ -293,7 +293,7 @@ def make_case(row: Row, machine: Any) -> Case:
         "decode": Attention, "ragged": Attention, "paged": Attention, "host_run": Attention,
         "host_plan": Plan, "mla": Latent, "rotary": moves.Rotary, "append": moves.Append,
         "merge": moves.Merge, "copy_page": moves.CopyPage, "compact": moves.Compact,
-        "rotary_append": rows.RotaryAppend, "rmsnorm": rows.Norm, "add_rmsnorm": rows.AddNorm,
-        "silu": rows.Gate,
+        "rotary_append": rows.RotaryAppend, "rope": rows.Rope, "softmax": rows.Softmax,
+        **dict.fromkeys(NORMS, rows.Norm), **dict.fromkeys(GATES, rows.Gate),
     }  # fmt: skip
     return kinds[row.kind](row, machine)

@@ -9,6 +9,7 @@ from typing import Any
 
 from . import results
 from .sides import PEERS
+from .work import GATES, NORMS
 
 #: What a cell without a figure holds.
 NOTHING = "-"
@@ -26,6 +27,7 @@ GROUPS = (
         ("slot_decode", "slot_prefill", "slot_tree_paged", "slot_tree_ragged"),
     ),
     ("Whole models, ours through the pipeline of this package", ("model",)),
+    ("Norms, gates and rows of sampling", (*NORMS, *GATES, "rope", "rotary_append", "softmax")),
     ("Time of the host for a call", ("host_plan", "host_run")),
 )
 

@@ -1,8 +1,9 @@
-"""Cases of the functions around attention: norms, gates, and rotary embedding into pages."""
+"""Cases of the functions around attention: norms, gates, rotary embedding, and a softmax."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,14 +14,20 @@ EPS = 1e-5
 
 
 class Norm(Case):
-    """Root mean square norm of rows."""
+    """Root mean square norm of rows, or of their sum with a residual, which is an output too."""
 
-    adds = False
+    @property
+    def adds(self) -> bool:
+        """Whether there is a residual."""
+        return "add" in self.row.kind
 
     def make_shared(self) -> None:
-        """The weight."""
+        """The weight, and what rows are multiplied by: models that add 1 do so when loaded."""
         row, machine = self.row, self.machine
-        self.shared["weight"] = machine.normal(row.head_dim, dtype=row.dtype)
+        weight = self.rng.standard_normal(row.head_dim).astype(row.dtype)
+        self.shared["weight"] = machine.put(weight)
+        whole = weight + np.array("gemma" in row.kind, row.dtype)
+        self.shared["whole_weight"] = machine.put(whole)
 
     def make_buffer(self, i: int) -> dict[str, Any]:
         """Inputs and outputs, all of one shape."""
@@ -38,7 +45,8 @@ class Norm(Case):
         if self.adds:
             y = y + machine.float64(buffer["residual"])
         scale = ((y * y).mean(-1) + EPS) ** -0.5
-        normed = y * scale[:, None] * machine.float64(self.shared["weight"])
+        weight = machine.float64(self.shared["weight"]) + float("gemma" in self.row.kind)
+        normed = y * scale[:, None] * weight
         return machine.xp.concatenate([normed, y], -1) if self.adds else normed
 
     def poison(self, i: int) -> None:
@@ -59,14 +67,8 @@ class Norm(Case):
         return self.whole(i, returned)
 
 
-class AddNorm(Norm):
-    """The same of a sum with a residual, which is an output too."""
-
-    adds = True
-
-
 class Gate(Case):
-    """SiLU of the first half of rows times the second."""
+    """SiLU or GELU of the first half of rows times the second."""
 
     def make_buffer(self, i: int) -> dict[str, Any]:
         """Rows of two halves, and the output."""
@@ -78,10 +80,90 @@ class Gate(Case):
 
     def expect(self, i: int) -> Any:
         """All rows."""
-        machine, dim = self.machine, self.row.head_dim
+        machine, dim, kind = self.machine, self.row.head_dim, self.row.kind
         x = machine.float64(self.buffers[i]["x"])
-        gate = x[:, :dim]
-        return gate / (1 + machine.xp.exp(-gate)) * x[:, dim:]
+        gate, up = x[:, :dim], x[:, dim:]
+        if kind == "silu":
+            return gate / (1 + machine.xp.exp(-gate)) * up
+        if kind == "gelu":
+            # NumPy has none.
+            erf = getattr(machine.xp, "erf", None) or np.vectorize(math.erf)
+            return gate * (1 + erf(gate / 2**0.5)) / 2 * up
+        inner = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return gate * (1 + machine.xp.tanh(inner)) / 2 * up
+
+    def found(self, i: int, returned: Any) -> Any:
+        """All of the output."""
+        return self.whole(i, returned)
+
+
+class Rope(Rotary):
+    """Rotary embedding of queries and keys outside of a cache."""
+
+    # TVM's side reads sines and cosines in the dtype of the row, as models have them.
+    tolerances: ClassVar = {
+        "float16": (4e-2, 5e-3),
+        "bfloat16": (2e-1, 2e-2),
+        "float32": (2e-3, 1e-3),
+    }
+
+    def make_shared(self) -> None:
+        """Positions of the rows, and sines and cosines (n, 1, d) of them."""
+        super().make_shared()
+        row, half = self.row, self.row.head_dim // 2
+        angles = np.outer(self.host["positions"], THETA ** (-np.arange(half) / half))
+        for name, f in (("cos", np.cos), ("sin", np.sin)):
+            both = np.concatenate([f(angles)] * 2, -1)[:, None]
+            self.shared[name] = self.machine.put(both.astype(row.dtype))
+
+    def make_buffer(self, i: int) -> dict[str, Any]:
+        """Queries and keys, and the rotated ones."""
+        row, machine, (qo, kv) = self.row, self.machine, self.row.heads
+        found = {}
+        for name, heads in (("q", qo), ("k", kv)):
+            shape = (row.batch, heads, row.head_dim)
+            found[name] = machine.normal(*shape, dtype=row.dtype)
+            found[f"{name}_out"] = machine.empty(*shape, dtype=row.dtype)
+        return found
+
+    def expect(self, i: int) -> Any:
+        """All rows, with the angles in float64."""
+        machine, buffer = self.machine, self.buffers[i]
+        x = machine.xp.concatenate([buffer["q"], buffer["k"]], 1)
+        return turn(machine, x, self.host["positions"], THETA)
+
+    def poison(self, i: int) -> None:
+        """Fill both outputs with NaN."""
+        for name in "qk":
+            self.machine.poison(self.buffers[i][f"{name}_out"])
+
+    def whole(self, i: int, returned: Any) -> Any:
+        """Both outputs side by side."""
+        outputs = [self.buffers[i][f"{name}_out"] for name in "qk"]
+        return self.machine.xp.concatenate(outputs, 1)
+
+
+class Softmax(Case):
+    """Softmax of rows over a vocabulary, each with a temperature."""
+
+    def make_shared(self) -> None:
+        """Temperatures."""
+        self.index("temperature", np.linspace(0.5, 1.5, self.row.batch).astype(np.float32))
+
+    def make_buffer(self, i: int) -> dict[str, Any]:
+        """Logits and probabilities."""
+        shape, machine = (self.row.batch, self.row.kv_len), self.machine
+        found = {"x": machine.normal(*shape, dtype="float32")}
+        # TVM's side has a tensor between two kernels.
+        return found | {name: machine.empty(*shape) for name in ("scaled", "o")}
+
+    def expect(self, i: int) -> Any:
+        """All rows."""
+        machine = self.machine
+        scaled = machine.float64(self.buffers[i]["x"])
+        scaled = scaled / machine.float64(self.shared["temperature"])[:, None]
+        weights = machine.xp.exp(scaled - machine.xp.amax(scaled, -1, keepdims=True))
+        return weights / weights.sum(-1)[:, None]
 
     def found(self, i: int, returned: Any) -> Any:
         """All of the output."""

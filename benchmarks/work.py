@@ -12,6 +12,9 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 CKV, KPE = 512, 64
 #: Tokens that a row sees in a layer with a window.
 WINDOW = 1024
+#: Kinds of rows that are normed, and that are gated.
+NORMS = ("rmsnorm", "add_rmsnorm", "gemma_rmsnorm", "gemma_add_rmsnorm")
+GATES = ("silu", "gelu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,9 @@ class Row:
     name : str
         What ``--row`` takes.
     kind : str
-        decode, ragged, paged, mla, rotary, append, merge, copy_page or compact; rotary_append,
-        rmsnorm, add_rmsnorm or silu, whose rows have the width of head_dim; slot_... for what
+        decode, ragged, paged, mla, rotary, append, merge, copy_page or compact; rotary_append;
+        rope, which is outside of a cache; norms and gates, whose rows have the width of head_dim,
+        and softmax, whose rows have the length kv_len; slot_... for what
         TVM's cache calls without a plan; host_plan and host_run, whose time is that of the host;
         model for whole models.
     batch : int
@@ -74,8 +78,13 @@ class Row:
             return 0
         if self.kind == "mla":
             return item * self.batch * (self.kv_len * (CKV + KPE) + qo * (2 * CKV + KPE))
-        if self.kind in ("rmsnorm", "add_rmsnorm", "silu"):
-            return {"rmsnorm": 2, "add_rmsnorm": 4, "silu": 3}[self.kind] * self.batch * d * item
+        if self.kind in NORMS or self.kind in GATES:
+            tensors = 3 if self.kind in GATES else 4 if "add" in self.kind else 2
+            return tensors * self.batch * d * item
+        if self.kind == "softmax":
+            return 2 * self.batch * self.kv_len * item
+        if self.kind == "rope":
+            return 2 * self.batch * (qo + kv) * d * item
         if self.kind in ("rotary", "rotary_append"):
             return 2 * self.batch * (qo + 2 * kv) * d * item
         if self.kind in ("append", "compact"):
@@ -144,6 +153,14 @@ def wide(kind: str, count: int, dim: int) -> Row:
     return Row(f"{kind}-{count}-d{dim}", kind, count, heads=(1, 1), head_dim=dim)
 
 
+def sampling(kind: str, batch: int, vocabulary: int = 128256) -> Row:
+    """A chain of TVM's frontend that samples, or a softmax, over rows of a vocabulary."""
+    name, heads = f"{kind}-B{batch}-V{vocabulary}", (1, 1)
+    if kind == "softmax":
+        return Row(name, kind, batch, vocabulary, heads=heads, dtype="float32")
+    return Row(name, "model", batch, vocabulary, 1, heads, 1, "float32", feature=kind)
+
+
 def unplanned(row: Row) -> Row:
     """The same work by the kernel that makes its schedule on the device."""
     return replace(row, name=f"unplanned-{row.name}", planned=False)
@@ -155,11 +172,11 @@ def slot(kind: str, batch: int, length: int, rows: int = 1, feature: str = "") -
     return Row(name, f"slot_{kind}", batch, length, rows, feature=feature, planned=False)
 
 
-def model(kind: str, batch: int, length: int, heads: int, dim: int) -> Row:
-    """A model of two layers."""
-    return Row(
-        f"model-{kind}-d{dim}", "model", batch, length, length, (heads, heads), dim, feature=kind
-    )
+def model(kind: str, batch: int, length: int, heads: int, dim: int, words: int = 0) -> Row:
+    """A model of two layers; an encoder with a decoder has `words` in the second."""
+    name = f"model-{kind}-d{dim}-S{length}"
+    heads_ = (heads, heads)
+    return Row(name, "model", batch, length, words or length, heads_, dim, feature=kind)
 
 
 def host(kind: str, batch: int) -> Row:
@@ -193,21 +210,38 @@ OTHER = [
     ),
     mla(64, 128, 4096), mla(16, 128, 4096), mla(128, 1, 4096), mla(16, 64, 1024),
     moved("rotary", 64), moved("append", 64), moved("merge", 64),
-    moved("rotary_append", 1), moved("rotary_append", 64), moved("rotary_append", 5000),
-    *(
-        wide(kind, count, dim)
-        for kind, dim in (("rmsnorm", 4096), ("add_rmsnorm", 4096), ("silu", 14336))
-        for count in (1, 64, 5000)
-    ),
     unplanned(decode(1, 4096)), unplanned(decode(64, 4096)), unplanned(prompts("ragged", 4, 4096)),
     slot("decode", 32, 2048, feature="window"), slot("decode", 32, 2048, feature="window-rope"),
     slot("prefill", 8, 2048, 256), slot("prefill", 8, 2048, 256, "window"),
     slot("prefill", 8, 2048, 256, "window-rope"), slot("tree_paged", 16, 2048, 64),
     slot("tree_ragged", 64, 64, 64),
-    model("attention", 4, 1024, 16, 64), model("attention", 1, 4096, 32, 128),
-    model("bert", 16, 512, 12, 64), model("gpt", 4, 1024, 12, 64), model("gpt", 1, 4096, 16, 128),
-    model("vit", 8, 577, 16, 80), model("vit", 8, 577, 16, 72),
     host("plan", 1), host("plan", 256), host("run", 1), host("run", 256),
+]  # fmt: skip
+
+#: Each of them through our pipeline and through TVM's.
+MODELS = [
+    model("attention", 4, 1024, 16, 64), model("attention", 1, 4096, 32, 128),
+    model("bert", 32, 128, 12, 32), model("bert", 16, 512, 12, 64),
+    model("gpt", 4, 1024, 12, 64), model("gpt", 1, 4096, 16, 128),
+    model("llama", 4, 1024, 32, 64), model("llama", 1, 4096, 32, 128),
+    model("whisper", 4, 1500, 16, 64, 448),
+    model("vit", 8, 577, 16, 80), model("vit", 8, 577, 16, 72),
+]  # fmt: skip
+
+#: What decides whether a pass for it pays: ours beside what TVM's passes make of the operators.
+PARTS = [
+    *(
+        wide(kind, count, dim)
+        for kinds, dim in ((NORMS, 4096), (GATES, 14336))
+        for kind in kinds
+        for count in (1, 64, 5000)
+    ),
+    *(moved(kind, count) for kind in ("rope", "rotary_append") for count in (1, 64, 5000)),
+    *(
+        sampling(kind, batch)
+        for kind in ("softmax", "draw", "sample", "renorm")
+        for batch in (1, 64)
+    ),
 ]  # fmt: skip
 
 #: Rows that a processor does in moments, for tests and for a look at the harness without a GPU.
@@ -222,7 +256,13 @@ TINY = [
     Row("tiny-rotary_append", "rotary_append", 40, heads=(4, 2), head_dim=32, dtype="float32"),
     *(
         Row(f"tiny-{kind}", kind, 9, heads=(1, 1), head_dim=96, dtype="float32")
-        for kind in ("rmsnorm", "add_rmsnorm", "silu")
+        for kind in (*NORMS, *GATES)
+    ),
+    Row("tiny-rope", "rope", 40, heads=(4, 2), head_dim=32, dtype="float32"),
+    Row("tiny-softmax", "softmax", 5, 300, heads=(1, 1), dtype="float32"),
+    *(
+        Row(f"tiny-model-{kind}", "model", 5, 300, 1, (1, 1), 1, "float32", feature=kind)
+        for kind in ("draw", "sample")  # TVM compiles no renormalisation for processors
     ),
     Row("tiny-merge", "merge", 40, heads=(4, 2), head_dim=32, dtype="float32"),
     Row("tiny-copy_page", "copy_page", 1, heads=(4, 2), head_dim=32, dtype="float32"),
@@ -250,13 +290,18 @@ TINY = [
     Row("tiny-slot-tree_paged", "slot_tree_paged", 3, 70, 9, (4, 2), 32, "float32"),
     Row("tiny-slot-tree_ragged", "slot_tree_ragged", 3, 20, 20, (4, 2), 32, "float32"),
     Row("tiny-model", "model", 2, 12, 12, (4, 4), 16, "float32", feature="gpt"),
+    Row("tiny-model-llama", "model", 2, 12, 12, (4, 4), 16, "float32", feature="llama"),
+    Row("tiny-model-whisper", "model", 2, 12, 5, (2, 2), 16, "float32", feature="whisper"),
     Row("tiny-model-attention", "model", 1, 16, 16, (2, 2), 32, "float32", feature="attention"),
     Row("tiny-host-plan", "host_plan", 3, 64, 1, (4, 2), 32, "float32"),
     Row("tiny-host-run", "host_run", 3, 64, 1, (4, 2), 32, "float32"),
 ]
 
-SETS = {"headline": HEADLINE, "other": OTHER, "all": HEADLINE + OTHER, "tiny": TINY}
-ROWS = {row.name: row for row in [*HEADLINE, *OTHER, *TINY]}
+SETS = {
+    "headline": HEADLINE, "other": OTHER, "models": MODELS, "parts": PARTS,
+    "all": HEADLINE + OTHER + MODELS + PARTS, "tiny": TINY,
+}  # fmt: skip
+ROWS = {row.name: row for rows in SETS.values() for row in rows}
 
 
 def select(names: Iterable[str] = (), row_set: str = "headline") -> list[Row]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..cases import Case
-from ..work import CKV, KPE, Row
+from ..work import CKV, GATES, KPE, NORMS, Row
 from . import Absent, Side
 
 WORKSPACE_BYTES = 256 << 20
@@ -50,6 +50,8 @@ def specification(name: str, row: Row) -> Any:
     kind = {"host_run": "decode", "host_plan": "decode"}.get(row.kind, row.kind)
     if kind in ("rotary", "copy_page", "compact", "model") or kind.startswith("slot"):
         raise Absent("flashinfer-python has no such operation")
+    if kind in (*NORMS, *GATES, "rope", "rotary_append", "softmax"):
+        raise Absent("such rows are there to decide between ours and TVM's")
     if not row.planned:
         raise Absent("see the row with a plan")
     _installed()

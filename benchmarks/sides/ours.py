@@ -18,7 +18,7 @@ import tvm_flashinfer
 from ..cases import Case
 from ..moves import THETA
 from ..rows import EPS
-from ..work import CKV, WINDOW
+from ..work import CKV, GATES, NORMS, WINDOW
 from . import Absent, Side
 from .host_loop import load_loop
 
@@ -90,6 +90,10 @@ class Arguments:
     def of(self, i: int, *names: str) -> list[Any]:
         """Tensors of a buffer."""
         return [self.case.machine.tvm(self.case.buffers[i][name]) for name in names]
+
+    def of_column(self, name: str) -> Any:
+        """An index tensor with one number a row, as (n, 1)."""
+        return self.case.machine.tvm(self.case.shared[name].reshape(-1, 1))
 
     def pages(self, i: int) -> list[Any]:
         """Strided views of keys and values, as TVM's cache passes them."""
@@ -202,8 +206,8 @@ def _unplanned(case: Case) -> tuple[list[tuple[Any, tuple]], str, str]:
 
 #: Kinds of rows that are moved, merged or computed one by one.
 MOVES = (
-    "rotary", "append", "merge", "copy_page", "compact", "rotary_append", "rmsnorm", "add_rmsnorm",
-    "silu",
+    "rotary", "append", "merge", "copy_page", "compact", "rotary_append", "rope", "softmax",
+    *NORMS, *GATES,
 )  # fmt: skip
 
 
@@ -220,11 +224,18 @@ def move_arguments(case: Case, i: int) -> tuple[Any, ...]:
         return (
             *given.of(i, "qkv"), shared["positions"], shared["slots"], *rope, *given.of(i, "o", "q")
         )  # fmt: skip
-    if kind == "rmsnorm":
+    if kind == "rope":
+        rope = (THETA, 1.0, case.row.head_dim, "{}")
+        return (
+            *given.of(i, "q", "k"), shared["positions"], *rope, *given.of(i, "q_out", "k_out")
+        )  # fmt: skip
+    if kind == "softmax":
+        return (*given.of(i, "x"), shared["temperature"], case.row.kv_len, *given.of(i, "o"))
+    if kind in NORMS and "add" not in kind:
         return (*given.of(i, "x"), shared["weight"], EPS, *given.of(i, "o"))
-    if kind == "add_rmsnorm":
+    if kind in NORMS:
         return (*given.of(i, "x", "residual"), shared["weight"], EPS, *given.of(i, "o", "sum"))
-    if kind == "silu":
+    if kind in GATES:
         return tuple(given.of(i, "x", "o"))
     if kind == "merge":
         return tuple(given.of(i, "v", "s", "v_other", "s_other"))
@@ -240,7 +251,10 @@ def _moves(case: Case) -> tuple[list[tuple[Any, tuple]], str, str]:
         "rotary": "split_qkv_rotary", "append": "append_paged_kv_cache",
         "merge": "merge_state_in_place", "copy_page": "copy_single_page",
         "compact": "compact_kv_copy", "rotary_append": "split_qkv_rotary_append",
-        "rmsnorm": "rmsnorm", "add_rmsnorm": "fused_add_rmsnorm", "silu": "silu_and_mul",
+        "rope": "apply_rope", "softmax": "sampling.softmax",
+        "rmsnorm": "rmsnorm", "add_rmsnorm": "fused_add_rmsnorm",
+        "gemma_rmsnorm": "gemma_rmsnorm", "gemma_add_rmsnorm": "gemma_fused_add_rmsnorm",
+        **{kind: f"{kind}_and_mul" for kind in GATES},
     }[row.kind]  # fmt: skip
     if row.kind == "rotary":
         function = op("bind_split_qkv_rotary")(THETA, 1.0, row.head_dim, "{}")
@@ -271,7 +285,7 @@ def build(case: Case) -> Side:
     if case.row.kind == "model":
         from ..models import counted as calls_of_models
 
-        return whole_model("ours", case, case.our_pipeline(), calls_of_models)
+        return whole_model("ours", case, calls_of_models)
     if case.row.kind == "host_plan":
         function, arguments = Arguments(case).planner()
         return _makes_plans("ours", case, lambda: function(*arguments), 1)
@@ -290,16 +304,19 @@ def build_fa2(case: Case) -> Side:
     return side
 
 
-def whole_model(name: str, case: Any, pipeline: Any, done: Callable[[], int] | None) -> Side:
-    """A model that a pipeline compiled, which returns its output."""
-    run, outputs = case.compiled(case.row.dtype, pipeline), {}
+def whole_model(name: str, case: Any, done: Callable[[], int] | None) -> Side:
+    """A model that returns its output; one that counts calls is compiled by our pipeline."""
+    run, outputs = case.compiled(case.row.dtype, ours=done is not None), {}
 
     def call() -> None:
         outputs[0] = run()
 
     def forget(i: int) -> None:
         if i in outputs:
-            outputs[i].copyfrom(np.full(outputs[i].shape, np.nan, case.row.dtype))
+            # No token is -1.
+            is_float = "float" in str(outputs[i].dtype)
+            nothing = np.nan if is_float else -1
+            outputs[i].copyfrom(np.full(outputs[i].shape, nothing, str(outputs[i].dtype)))
 
     return Side(name, [call], "model", done, returned=outputs.get, forget=forget)
 

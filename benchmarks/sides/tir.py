@@ -11,7 +11,7 @@ from tvm.relax.frontend.nn.llm import kv_cache
 from tvm.s_tir import dlight as dl
 
 from ..moves import THETA
-from ..work import CKV, KPE, WINDOW, Row
+from ..work import CKV, GATES, KPE, NORMS, WINDOW, Row
 from . import Absent, Side
 from .ours import cache_arguments, move_arguments, whole_model
 
@@ -97,10 +97,10 @@ def build(case: Any) -> Side:
     row, machine = case.row, case.machine
     kind = "decode" if row.kind == "host_run" else row.kind
     if kind == "model":
-        return whole_model("tir", case, case.default_pipeline(), None)
+        return whole_model("tir", case, None)
     if kind == "host_plan":
         raise Absent("TVM's kernels have no plan")
-    if kind in ("rotary_append", "rmsnorm", "add_rmsnorm", "silu"):
+    if kind in ("rotary_append", "rope", "softmax", *NORMS, *GATES):
         from . import tir_rows
 
         calls = tir_rows.calls_of(case, machine.target)

@@ -1,4 +1,4 @@
-"""TVM's kernels of norms, gates and joined rows: its operators, fused and scheduled as it does."""
+"""TVM's kernels of the functions around attention: operators, fused and scheduled as it does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tvm.s_tir import dlight as dl
 
 from ..moves import THETA
 from ..rows import EPS
+from ..work import NORMS
 from .ours import Arguments
 
 #: Rules of TVM's pipeline for CUDA, in its order.
@@ -36,18 +37,33 @@ def calls_of(case: Any, target: tvm.target.Target) -> list[Any]:
             for i in count
         ]
         return [lambda s=s: (rotary(*s[0]), append(*s[1])) for s in steps]
-    if row.kind == "add_rmsnorm":
+    if row.kind == "rope":
+        of_q, of_k = kernels
+        angles = (shared["cos"], shared["sin"])
+        steps = [
+            [(*given.of(i, x), *angles, *given.of(i, f"{x}_out")) for x in "qk"] for i in count
+        ]
+        return [lambda s=s: (of_q(*s[0]), of_k(*s[1])) for s in steps]
+    if row.kind in NORMS and "add" in row.kind:
         add, norm = kernels
         steps = [
             (
                 given.of(i, "x", "residual", "sum"),
-                (*given.of(i, "sum"), shared["weight"], *given.of(i, "o")),
+                (*given.of(i, "sum"), shared["whole_weight"], *given.of(i, "o")),
             )
             for i in count
         ]
         return [lambda s=s: (add(*s[0]), norm(*s[1])) for s in steps]
+    if row.kind == "softmax":
+        scale, normed = kernels
+        heat = given.of_column("temperature")
+        steps = [
+            ((*given.of(i, "x"), heat, *given.of(i, "scaled")), given.of(i, "scaled", "o"))
+            for i in count
+        ]
+        return [lambda s=s: (scale(*s[0]), normed(*s[1])) for s in steps]
     (kernel,) = kernels
-    weight = [shared["weight"]] if row.kind == "rmsnorm" else []
+    weight = [shared["whole_weight"]] if row.kind in NORMS else []
     arguments = [(*given.of(i, "x"), *weight, *given.of(i, "o")) for i in count]
     return [lambda a=a: kernel(*a) for a in arguments]
 
@@ -70,7 +86,7 @@ def _kernels(
             )
         ]
     else:
-        parts = [_fused(make, dim, dtype) for make in _OPERATORS[kind]]
+        parts = [_fused(make, shapes, dtype) for make, shapes in _operators(kind, heads, dim)]
     rules = [rule() for rule in ((dl.gpu.Fallback,) if kind == "rotary_append" else _RULES)]
     with where:
         if gpu:
@@ -78,12 +94,29 @@ def _kernels(
         return [tvm.compile(part, target=where)["main"] for part in parts]
 
 
-def _fused(make: Any, dim: int, dtype: str) -> tvm.IRModule:
+def _operators(kind: str, heads: tuple[int, int], dim: int) -> list[tuple[Any, list[list[Any]]]]:
+    """What makes the operators of each kernel of a kind, and the shapes that it is given."""
+    rows, weight = ["n", dim], [dim]
+    if kind == "rope":
+        angles = [["n", 1, dim]] * 2
+        return [(_turned, [["n", count, dim], *angles]) for count in heads]
+    if kind == "softmax":
+        logits = ["n", "v"]
+        return [(_scaled, [logits, ["n", 1]]), (_softmax, [logits])]
+    if kind in NORMS:
+        norm = (_norm, [rows, weight])
+        return [(_add, [rows, rows]), norm] if "add" in kind else [norm]
+    gate = {"silu": rx.op.nn.silu, "gelu": rx.op.nn.gelu, "gelu_tanh": rx.op.nn.gelu_tanh}[kind]
+    return [(lambda emit, x: _gated(emit, x, gate), [["n", 2 * dim]])]
+
+
+def _fused(make: Any, shapes: list[list[Any]], dtype: str) -> tvm.IRModule:
     """The one PrimFunc that TVM fuses some operators to, of any number of rows."""
-    builder, rows = rx.BlockBuilder(), tirx.Var("n", "int64")
+    builder = rx.BlockBuilder()
+    symbols = {name: tirx.Var(name, "int64") for name in "nv"}
     inputs = [
-        rx.Var(f"x{i}", rx.TensorType([rows, k * dim] if k else [dim], dtype))
-        for i, k in enumerate(make.inputs)
+        rx.Var(f"x{i}", rx.TensorType([symbols.get(size, size) for size in shape], dtype))
+        for i, shape in enumerate(shapes)
     ]
     with builder.function("f", inputs):
         with builder.dataflow():
@@ -106,12 +139,25 @@ def _norm(emit: Any, x: rx.Expr, weight: rx.Expr) -> rx.Expr:
     return rx.op.nn.rms_norm(x, weight, axes=[-1], epsilon=EPS)
 
 
-def _gate(emit: Any, x: rx.Expr) -> rx.Expr:
+def _halves(emit: Any, x: rx.Expr) -> list[rx.Expr]:
     parts = emit(rx.op.split(x, 2, axis=-1))
-    gate, up = (emit(rx.TupleGetItem(parts, i)) for i in range(2))
-    return rx.op.multiply(emit(rx.op.nn.silu(gate)), up)
+    return [emit(rx.TupleGetItem(parts, i)) for i in range(2)]
 
 
-# How many times the width of a row each input has; 0 for a weight.
-_add.inputs, _norm.inputs, _gate.inputs = (1, 1), (1, 0), (2,)
-_OPERATORS = {"rmsnorm": [_norm], "add_rmsnorm": [_add, _norm], "silu": [_gate]}
+def _gated(emit: Any, x: rx.Expr, gate: Any) -> rx.Expr:
+    first, second = _halves(emit, x)
+    return rx.op.multiply(emit(gate(first)), second)
+
+
+def _turned(emit: Any, x: rx.Expr, cos: rx.Expr, sin: rx.Expr) -> rx.Expr:
+    first, second = _halves(emit, x)
+    turned = emit(rx.op.concat([emit(rx.op.negative(second)), first], -1))
+    return rx.op.add(emit(rx.op.multiply(x, cos)), emit(rx.op.multiply(turned, sin)))
+
+
+def _scaled(emit: Any, x: rx.Expr, temperature: rx.Expr) -> rx.Expr:
+    return rx.op.divide(x, temperature)
+
+
+def _softmax(emit: Any, x: rx.Expr) -> rx.Expr:
+    return rx.op.nn.softmax(x)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tvm
 from oracle import attention
 
 from benchmarks import work
@@ -19,7 +20,10 @@ from benchmarks.sides import ours
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [row.name for row in work.TINY]
-OUTPUTS = {"rotary": "qkv", "merge": "vs", "rotary_append": "qo", "add_rmsnorm": ("o", "sum")}
+OUTPUTS = {
+    "rotary": "qkv", "merge": "vs", "rotary_append": "qo", "rope": ("q_out", "k_out"),
+    "add_rmsnorm": ("o", "sum"), "gemma_add_rmsnorm": ("o", "sum"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -57,6 +61,25 @@ def test_a_wrong_element_is_seen(name: str) -> None:
         _, largest, *_ = case.machine.numbers(case.errors(0))
         assert largest > 0.5, output
         tensor[...] = kept
+
+
+@pytest.mark.parametrize("feature", ["llama", "whisper"])
+def test_model_that_is_wrong_by_more_than_twice_its_peer(feature: str) -> None:
+    """Of a model that is right to float16 in float32: no error of TVM's side allows for that."""
+    row = next(row for row in work.TINY if row.feature == feature)
+    case = make_case(row, Processor(32 << 10))
+    sides, _ = build_sides(case, ["ours", "tir"])
+    assert case.tolerance[1] < 1e-4
+    side = sides[0]
+    right = side.returned
+
+    def rounded(i: int) -> Any:
+        return tvm.runtime.tensor(right(i).numpy().astype("float16").astype("float32"))
+
+    side.returned = lambda i: None if right(i) is None else rounded(i)
+    found = measure(case, sides, Options(repeats=2, pause=0.0), 1e-6)
+    assert "wrong output" in found["ours"]["refused"]
+    assert "us" in found["tir"]
 
 
 @pytest.mark.parametrize("causal", [False, True])

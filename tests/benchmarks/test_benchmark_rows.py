@@ -10,7 +10,8 @@ from benchmarks.results import limit_seconds
 
 
 def test_names_are_unique() -> None:
-    names = [row.name for rows in (work.HEADLINE, work.OTHER, work.TINY) for row in rows]
+    sets = (work.HEADLINE, work.OTHER, work.MODELS, work.PARTS, work.TINY)
+    names = [row.name for rows in sets for row in rows]
     assert len(names) == len(set(names)) == len(work.ROWS)
 
 

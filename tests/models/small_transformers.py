@@ -22,7 +22,7 @@ class Config:
     kind : str
         "bert": normalised after each part, with a mask of padding; the mean of the states is
         returned. "gpt": normalised before, causal, and KV heads that serve two query heads. "vit":
-        normalised before, all tokens see all. States are returned.
+        normalised before, all tokens see all. States are returned. For others see `small_decoders`.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Config:
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
-        return self.heads // 2 if self.kind == "gpt" else self.heads
+        return self.heads // 2 if self.kind in ("gpt", "llama") else self.heads
 
 
 class Attention(nn.Module):
@@ -143,10 +143,10 @@ class Transformer(nn.Module):
         return mod, [name for name, _ in params]
 
 
-def random_weights(config: Config, rng: np.random.Generator) -> Weights:
-    """Weights by the names of `Transformer`, in float64."""
+def random_weights(model: nn.Module, rng: np.random.Generator) -> Weights:
+    """Weights by the names of a model, in float64."""
     weights = {}
-    for name, param in Transformer(config).named_parameters():
+    for name, param in model.named_parameters():
         shape = [int(size) for size in param.shape]
         spread = 1 / math.sqrt(shape[-1]) if len(shape) == 2 else 0.1
         weights[name] = spread * rng.standard_normal(shape)

@@ -16,7 +16,9 @@ from tvm import relax as rx
 from tvm_flashinfer.relax import CompileReport
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_transformers import Config, Transformer, Weights, random_weights, reference
+from small_decoders import llama_reference, make_model, make_weights, whisper_reference
+from small_transformers import Config, Weights
+from small_transformers import reference as transformer_reference
 
 MODELS = {
     # Head dimensions of MiniLM, GPT-2 and vision transformers.
@@ -25,15 +27,24 @@ MODELS = {
     "vit-d80": Config("vit", layers=2, heads=2, head_dim=80, inner=256),
     # Padded on CUDA.
     "vit-d72": Config("vit", layers=1, heads=2, head_dim=72, inner=256),
+    "llama-d64": Config("llama", layers=2, heads=4, head_dim=64, inner=256),
+    "whisper-d64": Config("whisper", layers=1, heads=2, head_dim=64, inner=256),
 }
-KERNELS = {"bert": "attention_dense_masked", "gpt": "attention_dense", "vit": "attention_dense"}
+
+
+def reference(config: Config, weights: Weights, *arrays: np.ndarray) -> np.ndarray:
+    """The model in float64."""
+    if config.kind == "llama":
+        return llama_reference(config, weights, arrays[0])
+    of_kind = whisper_reference if config.kind == "whisper" else transformer_reference
+    return of_kind(config, weights, *arrays)
 
 
 def compiled(
     config: Config, dtype: str, target: Any, ours: bool, ship: str = "shared"
 ) -> tuple[Any, list[str]]:
     """The executable and the names of its parameters; ours has every attention on a kernel."""
-    mod, names = Transformer(config).export(dtype)
+    mod, names = make_model(config).export(dtype)
     if not ours:
         with target:
             return tvm.compile(mod, target), names
@@ -53,8 +64,13 @@ def run(compiled: tuple[Any, list[str]], weights: Weights, arrays: list, device:
 
 
 def inputs(rng: np.random.Generator, config: Config) -> list[np.ndarray]:
-    """Two sequences, the first of which is padded in models that know padding."""
+    """Two sequences, the first of which is padded in models that know padding.
+
+    An encoder with a decoder has other tokens in the place of the mask, and fewer.
+    """
     ids = rng.integers(0, config.vocab, (2, 13)).astype("int32")
+    if config.kind == "whisper":
+        return [ids, rng.integers(0, config.vocab, (2, 7)).astype("int32")]
     mask = np.ones((2, 13), "int32")
     if config.kind == "bert":
         mask[0, 8:] = 0
@@ -64,14 +80,16 @@ def inputs(rng: np.random.Generator, config: Config) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", MODELS)
 def test_cpu(name: str) -> None:
     config, rng = MODELS[name], np.random.default_rng(0)
-    weights = {k: v.astype("float32") for k, v in random_weights(config, rng).items()}
+    weights = {k: v.astype("float32") for k, v in make_weights(config, rng).items()}
     arrays = inputs(rng, config)
     target = tvm.target.Target("llvm")
     executable = compiled(config, "float32", target, ours=True)
     vm = rx.VirtualMachine(executable[0], tvm.cpu())
     report = CompileReport.from_json(str(vm["flashinfer_report"]()))
     kernels = [row.kernel for row in report.rows]
-    assert kernels == [f"flashinfer.{KERNELS[config.kind]}"] * config.layers
+    masked = "_masked" if config.kind == "bert" else ""
+    sites = 3 if config.kind == "whisper" else 1
+    assert kernels == [f"flashinfer.attention_dense{masked}"] * (sites * config.layers)
     exact = reference(config, weights, *arrays)
     errors = [
         np.abs(run(one, weights, arrays, tvm.cpu()) - exact).max()
@@ -92,7 +110,7 @@ def test_cuda(name: str, cuda: Any) -> None:
 
     config, rng, dtype = MODELS[name], np.random.default_rng(0), "float16"
     target = default_target("cuda")
-    weights = {k: v.astype(dtype) for k, v in random_weights(config, rng).items()}
+    weights = {k: v.astype(dtype) for k, v in make_weights(config, rng).items()}
     arrays = inputs(rng, config)
     exact = reference(config, weights, *arrays)
     ours, theirs = (
@@ -110,10 +128,10 @@ def test_cuda_graph(cuda: Any) -> None:
     from examples.llama.compile import default_target
 
     config, rng = MODELS["gpt-d64"], np.random.default_rng(0)
-    weights = {k: v.astype("float16") for k, v in random_weights(config, rng).items()}
+    weights = {k: v.astype("float16") for k, v in make_weights(config, rng).items()}
     target, vms = default_target("cuda"), []
     for captured in (False, True):
-        mod, names = Transformer(config).export("float16", 2, 13)
+        mod, names = make_model(config).export("float16", 2, 13)
         pipeline = rx.get_pipeline("flashinfer", target=target, ship="shared", strict=True)
         with tvm.transform.PassContext(config={"relax.backend.use_cuda_graph": captured}):
             vms.append(rx.VirtualMachine(tvm.compile(mod, target, relax_pipeline=pipeline), cuda))
