@@ -48,7 +48,8 @@ def cuda_missing() -> str | None:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The device under test: `tvm.cpu(0)`, then `tvm.cuda(0)`.
 
-    Tests may ask for "cuda-fa2" and "cuda-fa3" too: CUDA with that kernel of planned prefill.
+    Tests may ask for "cuda-fa2", "cuda-fa3" and "cuda-fa3_copy" too: CUDA with that kernel of
+    planned prefill.
     """
     import tvm
 
@@ -59,7 +60,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     if reason is not None:
         pytest.skip(reason)
     if kernel:
-        if kernel == "fa3" and tvm.cuda(0).compute_version != "9.0":
+        if kernel.startswith("fa3") and tvm.cuda(0).compute_version != "9.0":
             pytest.skip("FA3 needs a Hopper GPU")
         monkeypatch.setenv("TVM_FLASHINFER_PREFILL_KERNEL", kernel)
     return tvm.cuda(0)

@@ -23,7 +23,7 @@ from . import Absent, Side
 from .host_loop import load_loop
 
 #: The kernel of a plan, by the first value behind the header (`PlanKind` and `PlanHeader` in csrc).
-PLAN_KERNELS = {1: "fa2", 2: "decode", 3: "mla", 4: "fa3", 5: "batch_attention"}
+PLAN_KERNELS = {1: "fa2", 2: "decode", 3: "mla", 4: "fa3", 5: "batch_attention", 6: "fa3_copy"}
 PLAN_HEADER = 17
 #: Where the part of latent attention says whether it is for Hopper (`MLAPlanPart`).
 MLA_PLACE = 2

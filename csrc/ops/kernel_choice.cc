@@ -21,7 +21,8 @@ struct Capability {
 constexpr Capability kMeasured[] = {{9, 0}};
 
 constexpr const char* kSlotNames[] = {"decode_paged", "prefill_paged", "prefill_ragged", "mla"};
-constexpr const char* kKernelNames[] = {"cuda_core", "fa2", "fa3", "sm90", "batch_attention"};
+constexpr const char* kKernelNames[] = {"cuda_core", "fa2",  "fa3",
+                                         "fa3_copy",  "sm90", "batch_attention"};
 
 /*! \brief "heads 32/8, head_dim 128, batch <= 64, rows <= 1, keys <= 4096". */
 std::string ClassText(const ChoiceShape& shape) {
@@ -51,6 +52,8 @@ bool Serves(Kernel kernel, PlannedSlot slot) {
       return kernel == Kernel::kCudaCore || kernel == Kernel::kFA2 ||
              kernel == Kernel::kBatchAttention;
     case PlannedSlot::kPrefillPaged:
+      if (kernel == Kernel::kFA3Copy) return true;
+      [[fallthrough]];
     case PlannedSlot::kPrefillRagged:
       return kernel == Kernel::kFA2 || kernel == Kernel::kFA3 || kernel == Kernel::kBatchAttention;
     case PlannedSlot::kMLA:

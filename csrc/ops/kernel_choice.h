@@ -16,7 +16,7 @@ namespace ops {
 enum class PlannedSlot : int32_t { kDecodePaged, kPrefillPaged, kPrefillRagged, kMLA };
 
 /*! \brief The kernels under the names that users know. */
-enum class Kernel : int32_t { kCudaCore, kFA2, kFA3, kSM90, kBatchAttention };
+enum class Kernel : int32_t { kCudaCore, kFA2, kFA3, kFA3Copy, kSM90, kBatchAttention };
 
 const char* NameOf(PlannedSlot slot);
 const char* NameOf(Kernel kernel);

@@ -61,7 +61,11 @@ Choice PrefillByRule(const Gpu& gpu, const ChoiceShape& shape, const std::vector
                                             static_cast<int32_t>(shape.head_dim_vo),
                                             shape.causal,
                                             static_cast<int32_t>(shape.window_left)};
-    if (kernels::cuda::PreferPrefillSM90(gpu.num_sm, batch)) kernel = Kernel::kFA3;
+    if (kernels::cuda::PreferPrefillSM90(gpu.num_sm, batch)) {
+      const bool copies = shape.slot == PlannedSlot::kPrefillPaged &&
+                          kernels::cuda::PreferCopyOfPages(gpu.num_sm, batch);
+      kernel = copies ? Kernel::kFA3Copy : Kernel::kFA3;
+    }
     reason = ReasonOfPrefillRule(kernel);
   }
   return DefaultChoice(kernel, reason, tuned);

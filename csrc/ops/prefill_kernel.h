@@ -14,7 +14,8 @@ namespace ops {
 
 /*! \brief Whether a plan may be for FA3, and why not or why it must. */
 struct AllowedSM90 {
-  kernels::cuda::PrefillSM90 sm90;
+  kernels::cuda::Use sm90;
+  kernels::cuda::Use page_copy = kernels::cuda::Use::kNever;
   const char* reason = "";
   bool by_environment = false;
 };
@@ -24,8 +25,8 @@ struct AllowedSM90 {
  *
  * A plan is made before the dtype of the run is known. So FA3 is for the head dimensions whose
  * every loaded FA2 unit has its FA3 unit beside it; and where none is loaded yet, since FA3 is then
- * built on request as FA2 would be. TVM_FLASHINFER_PREFILL_KERNEL, "fa2" or "fa3", overrides all of
- * this.
+ * built on request as FA2 would be. Pages may be copied to ragged keys where FA3 has the units for
+ * those too. TVM_FLASHINFER_PREFILL_KERNEL, "fa2", "fa3" or "fa3_copy", overrides all of this.
  */
 AllowedSM90 AllowPrefillSM90(const Checker& check, DLDevice device, int64_t head_dim_qk,
                              int64_t head_dim_vo, int64_t page_size);

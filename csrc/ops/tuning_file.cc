@@ -157,8 +157,8 @@ std::pair<ChoiceShape, Tactic> ReadEntry(const Fields& entry) {
   if (shape.num_qo_heads % shape.num_kv_heads != 0) {
     entry.Fail("has a `num_qo_heads` that is no multiple of `num_kv_heads`");
   }
-  Tactic tactic{entry.OneOf("kernel", {Kernel::kCudaCore, Kernel::kFA2, Kernel::kFA3, Kernel::kSM90,
-                                       Kernel::kBatchAttention}),
+  Tactic tactic{entry.OneOf("kernel", {Kernel::kCudaCore, Kernel::kFA2, Kernel::kFA3,
+                                       Kernel::kFA3Copy, Kernel::kSM90, Kernel::kBatchAttention}),
                 static_cast<int32_t>(entry.Integer("split_keys", 0, kMaxSize))};
   if (!Serves(tactic.kernel, shape.slot)) {
     entry.Fail(Text("has the kernel ", NameOf(tactic.kernel), ", which ", NameOf(shape.slot),

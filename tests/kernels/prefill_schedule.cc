@@ -1,5 +1,5 @@
-// Prints the schedule of a batch that is read from the standard input, and whether prefill on
-// Hopper is the faster kernel for it. For test_prefill_schedule.py.
+// Prints the schedule of a batch that is read from the standard input, whether prefill on Hopper is
+// the faster kernel for it, and whether a copy of its pages would pay. For test_prefill_schedule.py.
 #include "kernels/cuda/prefill_schedule.h"
 
 #include <iostream>
@@ -18,7 +18,8 @@ int main() {
                                  num_qo_heads,     num_kv_heads,     head_dim,      head_dim,
                                  causal != 0,      window_left};
   const cuda::PrefillSchedule s = cuda::MakePrefillSchedule(num_sm, batch);
-  std::cout << cuda::PreferPrefillSM90(num_sm, batch) << " " << s.num_groups << "\n";
+  std::cout << cuda::PreferPrefillSM90(num_sm, batch) << " "
+            << cuda::PreferCopyOfPages(num_sm, batch) << " " << s.num_groups << "\n";
   // One line for each work of each block: block, head, tile.
   for (int32_t block = 0; block < num_sm; ++block) {
     const int32_t group = block % s.num_groups, member = block / s.num_groups;

@@ -20,6 +20,7 @@ class Schedule(NamedTuple):
     """What the program prints: works are block, head, request, tile, rows and keys of it."""
 
     prefers_hopper: bool
+    prefers_copy: bool
     num_groups: int
     works: list[tuple[int, ...]]
 
@@ -51,8 +52,8 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Run:
         text = " ".join(map(str, numbers))
         done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
         first, *lines = done.stdout.splitlines()
-        prefers, num_groups = map(int, first.split())
-        return Schedule(bool(prefers), num_groups, [tuple(map(int, x.split())) for x in lines])
+        prefers, copies, num_groups = map(int, first.split())
+        return Schedule(bool(prefers), bool(copies), num_groups, [tuple(map(int, x.split())) for x in lines])
 
     return run
 
@@ -109,6 +110,28 @@ def test_blocks_get_equal_shares_of_the_keys(schedule, batch, num_sm):
 )
 def test_choice(schedule, batch, prefers_hopper):
     assert schedule(batch).prefers_hopper == prefers_hopper
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "prefers_copy"),
+    [
+        ([(1024, 1024)] * 16, {}, True),
+        ([(4096, 4096)] * 4, {}, True),
+        ([(16384, 16384)], {}, True),
+        # Four times the keys to copy for the same products.
+        ([(1024, 1024)] * 16, {"heads": (32, 32)}, False),
+        # Few products for each key: few rows, or few keys of those that are seen.
+        ([(512, 8192)] * 8, {"heads": (16, 8)}, False),
+        ([(4096, 4096)] * 4, {"window_left": 64}, False),
+        # What a copy takes at least.
+        ([(64, 64)] * 4, {}, False),
+        ([(0, 64)], {}, False),
+        ([], {}, False),
+    ],
+)
+def test_choice_of_a_copy(schedule, batch, options, prefers_copy):
+    """Pages are copied where rows and heads are many for the keys that they see."""
+    assert schedule(batch, **options).prefers_copy == prefers_copy
 
 
 def test_choice_of_a_batch_that_is_mostly_prefill(schedule):

@@ -14,12 +14,17 @@ from device_tensors import numpy_dtype
 CUDA_HEAD_DIMS = (64, 128, 256)
 DTYPES = ("float32", "float16", "bfloat16")
 
+
+def _each_kernel(*kernels: str) -> pytest.MarkDecorator:
+    on_cuda = [pytest.param(f"cuda-{kernel}", marks=pytest.mark.cuda) for kernel in kernels]
+    return pytest.mark.parametrize("device", ["cpu", *on_cuda], indirect=True)
+
+
 #: Runs a test of planned prefill on CPU, and on CUDA with FA2 and, on Hopper, with FA3.
-each_prefill_kernel = pytest.mark.parametrize(
-    "device",
-    ["cpu", *(pytest.param(f"cuda-{kernel}", marks=pytest.mark.cuda) for kernel in ("fa2", "fa3"))],
-    indirect=True,
-)
+each_prefill_kernel = _each_kernel("fa2", "fa3")
+
+#: The same of pages, also with FA3 over a copy of them.
+each_paged_kernel = _each_kernel("fa2", "fa3", "fa3_copy")
 
 
 def is_cuda(device: Any) -> bool:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import DTYPES, Spec, each_prefill_kernel, is_cuda, make_batch, needs_kernel, normal
+from batches import DTYPES, Spec, each_paged_kernel, is_cuda, make_batch, needs_kernel, normal
 from calls import paged_prefill
 from device_tensors import numpy_dtype, to_device
 from refusals import assert_says
 
-pytestmark = each_prefill_kernel
+pytestmark = each_paged_kernel
 
 MIXED_Q = (1, 7, 33, 16, 2)
 MIXED_KV = (5, 40, 33, 100, 64)

@@ -73,6 +73,14 @@ def test_rule_of_prefill(gpu, rows, kernel):
     assert (choice["kernel"], choice["source"]) == (kernel, "default")
 
 
+@pytest.mark.parametrize(("rows", "kernel"), [(4096, "fa3_copy"), (128, "fa3")], ids=str)
+def test_rule_of_pages(rows, kernel):
+    """Pages of long prompts are copied, so that FA3 has ragged keys."""
+    lens = [rows] * 4
+    choice = kernel_choice("prefill_paged", 32, 8, 128, lens, lens, causal=True, gpu=H200)
+    assert (choice["kernel"], choice["source"]) == (kernel, "default")
+
+
 @pytest.mark.parametrize(("gpu", "kernel"), [(H200, "sm90"), (A100, "fa2"), (L4, "fa2")], ids=str)
 def test_rule_of_latent_attention(gpu, kernel):
     assert kernel_choice("mla", 128, 1, 512, [4096] * 8, gpu=gpu)["kernel"] == kernel

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from batches import Spec, each_prefill_kernel, is_cuda, make_batch
+from batches import Spec, each_paged_kernel, each_prefill_kernel, is_cuda, make_batch
 from calls import Call, paged_prefill, ragged_prefill
 from device_tensors import to_device
 
@@ -25,7 +25,7 @@ def _call(ops: Any, device: Any, workspaces: Any, rng: Any, spec: Spec, ragged: 
 
 def kernel_of(plan: Any) -> str:
     """The kernel of a plan, by the first value of its part."""
-    return {1: "fa2", 2: "cuda_core", 4: "fa3", 5: "batch_attention"}[plan[17]]
+    return {1: "fa2", 2: "cuda_core", 4: "fa3", 5: "batch_attention", 6: "fa3_copy"}[plan[17]]
 
 
 def is_hopper() -> bool:
@@ -56,7 +56,7 @@ def test_variable_overrides_the_choice(ops, cuda, cuda_workspaces, rng, monkeypa
         with pytest.raises(ValueError, match="no Hopper GPU"):
             call.plan()
     monkeypatch.setenv(VARIABLE, "cutlass")
-    with pytest.raises(ValueError, match='is "cutlass", expected fa2 or fa3'):
+    with pytest.raises(ValueError, match='is "cutlass", expected fa2, fa3 or fa3_copy'):
         call.plan()
 
 
@@ -67,7 +67,7 @@ def test_plans_of_both_kernels_outlive_each_other(ops, cuda, cuda_workspaces, rn
         pytest.skip("FA3 needs a Hopper GPU")
     calls = []
     for spec in (PROMPTS, STEP, replace(PROMPTS, heads=(6, 2))):
-        for kernel in ("fa2", "fa3"):
+        for kernel in ("fa2", "fa3", "fa3_copy"):
             monkeypatch.setenv(VARIABLE, kernel)
             calls.append(_call(ops, cuda, cuda_workspaces, rng, spec, ragged=False))
             assert kernel_of(calls[-1].plan()) == kernel
@@ -118,7 +118,7 @@ def test_tokens_after_the_last_request_do_not_matter(ops, device, workspaces, rn
     call.plan_run_check()
 
 
-@each_prefill_kernel
+@each_paged_kernel
 @pytest.mark.parametrize("page_size", [16, 48, 8])
 @pytest.mark.parametrize("window_left", [-1, 70])
 def test_long_pages_off_the_tile(ops, device, workspaces, rng, page_size, window_left):
@@ -142,7 +142,26 @@ def test_more_rows_than_keys(ops, device, workspaces, rng, lens, ragged):
         assert kernel_of(call.plan_value) in ("batch_attention", "fa3")
 
 
-@each_prefill_kernel
+@pytest.mark.cuda
+def test_pages_are_copied_where_that_pays(ops, cuda, cuda_workspaces, rng, monkeypatch):
+    """Long prompts run over a copy of their pages, unless the float workspace has no room for it."""
+    if not is_hopper():
+        pytest.skip("FA3 needs a Hopper GPU")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    spec = Spec((3000,), (3000,), (32, 8), 128, causal=True)
+    call = _call(ops, cuda, cuda_workspaces, rng, spec, ragged=False)
+    call.plan_run_check()
+    assert kernel_of(call.plan_value) == "fa3_copy"
+    need = 3000 * 8 * 128 * 2 * 2
+    for size, kernel in ((need, "fa3_copy"), (need - 16, "fa3")):
+        call.plan_args["float_workspace"] = tvm.runtime.empty((size,), "uint8", cuda)
+        assert kernel_of(call.plan()) == kernel
+    monkeypatch.setenv(VARIABLE, "fa3_copy")
+    with pytest.raises(ValueError, match=rf"float_workspace is too small: .* needs {need} bytes"):
+        call.plan()
+
+
+@each_paged_kernel
 def test_page_table_is_that_of_the_run(ops, device, workspaces, rng):
     """One plan, and pages that moved since: a run reads page_indices anew."""
     spec = Spec((500, 90), (200, 90), (4, 2), 128, causal=True)

@@ -206,6 +206,8 @@ def test_grid_is_what_the_cache_plans():
         (LLAMA, Point("decode_paged", 64, 1, 4096), 90, {"fa2", "batch_attention", "cuda_core"}),
         (LLAMA, Point("prefill_paged", 64, 1, 4096), 90, {"fa2", "batch_attention"}),
         (LLAMA, Point("prefill_ragged", 1, 512, 512), 90, {"fa2", "batch_attention", "fa3"}),
+        (LLAMA, Point("prefill_paged", 1, 512, 512), 90,
+         {"fa2", "batch_attention", "fa3", "fa3_copy"}),
         (LLAMA, Point("prefill_ragged", 1, 512, 512), 80, {"fa2", "batch_attention"}),
         (ModelShape(40, 8, 128, 128), Point("decode_paged", 1, 1, 512), 90,
          {"fa2", "batch_attention"}),

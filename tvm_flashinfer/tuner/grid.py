@@ -172,6 +172,8 @@ def tactics(shape: ModelShape, point: Point, arch: int, num_sm: int) -> list[Tac
             found.append(Tactic("cuda_core"))
     elif arch == 90 and point.rows > 1:
         found.append(Tactic("fa3"))
+        if point.slot == "prefill_paged":
+            found.append(Tactic("fa3_copy"))
     if point.rows == 1:
         for chunk in _CHUNKS:
             blocks = point.batch * shape.num_kv_heads * -(-point.keys // chunk)

@@ -19,7 +19,7 @@ from tvm_flashinfer.tuning import FORMAT
 
 #: Where a plan says its kernel, behind the header, and the numbers of the kernels.
 _HEADER = 17
-_KERNELS = {1: "fa2", 2: "cuda_core", 4: "fa3", 5: "batch_attention"}
+_KERNELS = {1: "fa2", 2: "cuda_core", 4: "fa3", 5: "batch_attention", 6: "fa3_copy"}
 
 #: Calls in turn read keys of at least so many bytes, more than a cache of the GPU holds.
 _ROTATED_BYTES = 256 << 20

@@ -81,8 +81,8 @@ struct PlanCursor {
 /*! \brief The cursor of this library; the library with the ops hands its own to all units. */
 PlanCursor* SharedPlanCursor();
 
-/*! \brief Whether prefill may run on the kernel for Hopper. */
-enum class PrefillSM90 : int32_t { kNever, kWhereFaster, kAlways };
+/*! \brief Whether a plan takes one of the ways that only some GPUs and units have. */
+enum class Use : int32_t { kNever, kWhereFaster, kAlways };
 
 /*! \brief What a plan is made from; the index arrays are in host memory and were checked. */
 struct PlanArgs {
@@ -105,7 +105,8 @@ struct PlanArgs {
   bool disable_split_kv;
   const int32_t* kv_len = nullptr;  // keys of each request; not of decode
   PlanCursor* cursor = SharedPlanCursor();
-  PrefillSM90 sm90 = PrefillSM90::kNever;
+  Use sm90 = Use::kNever;        // of the prefill kernel for Hopper
+  Use page_copy = Use::kNever;  // of that kernel over a copy of the pages
 };
 
 /*! \brief The schedule: fields of FlashInfer's plan, offsets included. Its first value is the kind.
@@ -119,7 +120,8 @@ enum PlanKind : int64_t {
   kDecodePlan = 2,
   kMLAPlan = 3,
   kPrefillSM90Plan = 4,
-  kDeviceSchedulePlan = 5  // nothing is planned: batch_attention makes its schedule on the device
+  kDeviceSchedulePlan = 5,  // nothing is planned: batch_attention makes its schedule on the device
+  kPrefillSM90CopyPlan = 6  // kPrefillSM90Plan for ragged keys, which copy_pages makes of the pages
 };
 
 /*! \brief How many values a plan of latent attention has. */
@@ -148,6 +150,13 @@ using AttentionFn = int (*)(const AttentionArgs& args, const PagedKV* paged, con
                             char* error);
 /*! \brief Latent attention after a plan that was made for it. */
 using MLAFn = int (*)(const MLAArgs& args, const PlanView& plan, CudaStream stream, char* error);
+/*!
+ * \brief Copy keys and values of the pages of a batch to the float workspace of its plan, a
+ * kPrefillSM90CopyPlan. `ragged` is where they are then; the plan has the offsets, so its indptr is
+ * null.
+ */
+using CopyPagesFn = int (*)(const AttentionArgs& args, const PagedKV& kv, const PlanView& plan,
+                            RaggedKV* ragged, CudaStream stream, char* error);
 using MergeStateFn = int (*)(const MergeStateArgs& args, CudaStream stream, char* error);
 using ApplySinksFn = int (*)(const ApplySinksArgs& args, CudaStream stream, char* error);
 using SplitRotaryFn = int (*)(const SplitRotaryArgs& args, CudaStream stream, char* error);

@@ -119,7 +119,10 @@ struct Plan : PlanAsList<Plan> {
   static constexpr int64_t kSize = 14;
 };
 
-/*! \brief The same of prefill on Hopper; the arrays are those of PrefillSchedule. */
+/*!
+ * \brief The same of prefill on Hopper; the arrays are those of PrefillSchedule. Where pages are
+ * copied, page_indptr counts the pages of each request and key_indptr its keys.
+ */
 struct PrefillSM90Plan : PlanAsList<PrefillSM90Plan> {
   int64_t kind;
   int64_t num_blocks;
@@ -129,8 +132,10 @@ struct PrefillSM90Plan : PlanAsList<PrefillSM90Plan> {
   int64_t work_tile;
   int64_t work_head;
   int64_t tiles;
+  int64_t page_indptr;
+  int64_t key_indptr;
 
-  static constexpr int64_t kSize = 8;
+  static constexpr int64_t kSize = 10;
 };
 
 /*! \brief The same of latent attention; the arrays are those of MLASchedule. */

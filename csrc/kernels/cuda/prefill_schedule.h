@@ -18,7 +18,7 @@ namespace cuda {
 /*! \brief A batch as the schedule sees it. The index arrays are in host memory. */
 struct PrefillBatch {
   const int32_t* qo_indptr;
-  const int32_t* kv_indptr;  // counts pages
+  const int32_t* kv_indptr;  // counts pages, or keys where those are ragged
   const int32_t* kv_len;
   int32_t batch_size;
   int32_t num_qo_heads;
@@ -33,7 +33,7 @@ struct PrefillBatch {
 struct PrefillTile {
   int32_t index;                 // of the tile in the request
   int32_t first_row, num_rows;   // of the request
-  int32_t first_page, num_keys;  // of the request
+  int32_t first_page, num_keys;  // of the request; its first key where keys are ragged
   int32_t request;
   int32_t unused[2];
 };
@@ -117,6 +117,34 @@ inline PrefillSchedule MakePrefillSchedule(int32_t num_sm, const PrefillBatch& b
 /*! \brief How many times as fast the Hopper kernel is as FA2 where both have full tiles. */
 constexpr double kPrefillSM90Speedup = 1.7;
 
+/*! \brief Work of the Hopper kernel, in rows times keys: whole tiles count, whatever their rows. */
+struct PrefillWork {
+  double total = 0;    // of one head
+  double longest = 0;  // of a tile
+
+  void Add(const PrefillWork& other) {
+    total += other.total;
+    longest = std::max(longest, other.longest);
+  }
+  /*! \brief That of the slowest block. */
+  double Slowest(int32_t num_sm, int32_t num_heads) const {
+    return std::max(total * num_heads / num_sm, longest);
+  }
+};
+
+inline PrefillWork WorkOfRequest(const PrefillBatch& batch, int32_t b) {
+  const int64_t tile_rows = PrefillTileRows(batch.head_dim_vo);
+  const int64_t rows = batch.qo_indptr[b + 1] - batch.qo_indptr[b];
+  PrefillWork work;
+  for (int64_t begin = 0; begin < rows; begin += tile_rows) {
+    const int64_t end = std::min(rows, begin + tile_rows);
+    const int64_t keys = VisibleKeys(batch, rows, batch.kv_len[b], begin, end);
+    const double of_tile = static_cast<double>((keys + kPrefillTileCost) * tile_rows);
+    work.Add({of_tile, of_tile});
+  }
+  return work;
+}
+
 /*!
  * \brief Whether the Hopper kernel is the faster one for a batch.
  *
@@ -131,25 +159,52 @@ inline bool PreferPrefillSM90(int32_t num_sm, const PrefillBatch& batch) {
   if (batch.batch_size == 0 || total_rows == 0) return false;
   const int64_t packed = total_rows * group / batch.batch_size;
   const int64_t fa2_rows = packed > 64 && batch.head_dim_vo < 256 ? 128 : packed > 16 ? 64 : 16;
-  double total = 0, fa2_total = 0, longest = 0;  // in rows times keys
+  PrefillWork work;
+  double fa2_total = 0;
   for (int32_t b = 0; b < batch.batch_size; ++b) {
-    const int64_t rows = batch.qo_indptr[b + 1] - batch.qo_indptr[b], keys = batch.kv_len[b];
+    const int64_t rows = batch.qo_indptr[b + 1] - batch.qo_indptr[b];
     if (rows == 0) continue;
+    const PrefillWork of_request = WorkOfRequest(batch, b);
+    work.Add(of_request);
     const int64_t num_tiles = (rows + tile_rows - 1) / tile_rows;
-    double of_request = 0;
-    for (int64_t t = 0; t < num_tiles; ++t) {
-      const int64_t begin = t * tile_rows, end = std::min(rows, begin + tile_rows);
-      const int64_t cost = VisibleKeys(batch, rows, keys, begin, end) + kPrefillTileCost;
-      of_request += static_cast<double>(cost * tile_rows);
-      longest = std::max(longest, static_cast<double>(cost * tile_rows));
-    }
-    total += of_request;
     const int64_t fa2_tiles = (rows * group + fa2_rows - 1) / fa2_rows;
     const double rows_of_fa2 = static_cast<double>(fa2_tiles * fa2_rows) / group;
-    fa2_total += of_request / (num_tiles * tile_rows) * rows_of_fa2;
+    fa2_total += of_request.total / (num_tiles * tile_rows) * rows_of_fa2;
   }
-  const double slowest = std::max(total * batch.num_qo_heads / num_sm, longest);
-  return slowest <= kPrefillSM90Speedup * fa2_total * batch.num_qo_heads / num_sm;
+  return work.Slowest(num_sm, batch.num_qo_heads) <=
+         kPrefillSM90Speedup * fa2_total * batch.num_qo_heads / num_sm;
+}
+
+/*! \brief By how much of its time the Hopper kernel is faster over ragged keys than over pages. */
+constexpr double kRaggedGain = 0.16;
+
+/*! \brief Rows times keys of a head that the Hopper kernel works on while one key is copied. */
+constexpr double kCopyOfKey = 324;
+
+/*! \brief The same while the copy starts and ends. */
+constexpr double kCopyStart = 3.5e6;
+
+/*!
+ * \brief Whether the Hopper kernel is faster with a copy of all pages to ragged keys before it.
+ *
+ * Over pages it gathers key by key, with a warpgroup for it, where over ragged keys one thread asks
+ * TMA for a tile. The copy takes as long as memory does, so it pays for long prompts.
+ */
+inline bool PreferCopyOfPages(int32_t num_sm, const PrefillBatch& batch) {
+  PrefillWork work;
+  double num_keys = 0;
+  for (int32_t b = 0; b < batch.batch_size; ++b) {
+    work.Add(WorkOfRequest(batch, b));
+    num_keys += batch.kv_len[b];
+  }
+  const double attention = work.Slowest(num_sm, batch.num_qo_heads) * num_sm;
+  return num_keys * batch.num_kv_heads * kCopyOfKey + kCopyStart <= kRaggedGain * attention;
+}
+
+/*! \brief Bytes of the copy; keys and values have 16 bits. */
+inline int64_t BytesOfCopy(int64_t num_keys, int32_t num_kv_heads, int32_t head_dim_qk,
+                           int32_t head_dim_vo) {
+  return num_keys * num_kv_heads * (head_dim_qk + head_dim_vo) * 2;
 }
 
 }  // namespace cuda

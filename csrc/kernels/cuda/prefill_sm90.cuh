@@ -41,9 +41,6 @@ using CutlassType =
 /*! \brief Elements of 128 bytes: TMA brings rows of that length, which it swizzles. */
 constexpr int kChunk = 64;
 
-/*! \brief Keys that one TMA brings from a page. */
-constexpr int kPageBox = 16;
-
 /*! \brief Hands out the works of a PrefillSchedule. */
 struct PrefillScheduler {
   struct Params {
@@ -254,80 +251,11 @@ struct PrefillTraits
                             typename Base::SmemLayoutO>;
 };
 
-/*! \brief Ragged keys: one TMA brings a tile of one head. */
-struct RaggedSource {
-  CUtensorMap k, v;
-
-  CUTLASS_DEVICE void Prefetch() const {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&k));
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&v));
-  }
-
-  struct Place {
-    int first_key;
-  };
-  template <int kKeys, int kChunks>
-  CUTLASS_DEVICE Place Locate(int first_key, int begin, int, int) const {
-    return {first_key + begin};
-  }
-  /*! \brief Keys after the last one of the tensor come as zeros, and count as bytes. */
-  template <int kKeys, int kChunks>
-  static CUTLASS_DEVICE uint32_t Bytes(int) {
-    return kKeys * kChunks * kChunk * 2;
-  }
-  template <int kKeys, int kChunks>
-  CUTLASS_DEVICE void Load(const CUtensorMap& map, uint64_t* barrier, uint8_t* tile, Place place,
-                           int head, int, int) const {
-    if (cute::elect_one_sync()) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, barrier,
-                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                   tile, 0, place.first_key, 0, head);
-    }
-  }
-};
-
-/*! \brief Pages of a multiple of kPageBox keys: each lane brings a box of keys of one chunk. */
-struct PagedSource {
-  CUtensorMap k, v;
-  const int32_t* page_indices;
-  fi::uint_fastdiv page_size;
-
-  CUTLASS_DEVICE void Prefetch() const {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&k));
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&v));
-  }
-
-  /*! \brief Where the box of this lane lies. */
-  struct Place {
-    int page, slot;
-  };
-  template <int kKeys, int kChunks>
-  CUTLASS_DEVICE Place Locate(int first_page, int begin, int num_keys, int lane) const {
-    static_assert(kKeys / kPageBox * kChunks <= 32, "one box for each lane");
-    const int key = begin + lane / kChunks * kPageBox;
-    if (lane >= kKeys / kPageBox * kChunks || key >= num_keys) return {-1, 0};
-    uint32_t page, slot;
-    page_size.divmod(static_cast<uint32_t>(key), page, slot);
-    return {page_indices[first_page + static_cast<int>(page)], static_cast<int>(slot)};
-  }
-  /*! \brief Boxes without keys do not come. */
-  template <int kKeys, int kChunks>
-  static CUTLASS_DEVICE uint32_t Bytes(int num_rows) {
-    return (num_rows + kPageBox - 1) / kPageBox * (kPageBox * kChunks * kChunk * 2);
-  }
-  template <int kKeys, int kChunks>
-  CUTLASS_DEVICE void Load(const CUtensorMap& map, uint64_t* barrier, uint8_t* tile, Place place,
-                           int head, int num_rows, int lane) const {
-    const int box = lane / kChunks, chunk = lane % kChunks;
-    if (lane >= kKeys / kPageBox * kChunks || box * kPageBox >= num_rows) return;
-    cute::SM90_TMA_LOAD_5D::copy(
-        &map, barrier, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-        tile + (chunk * kKeys + box * kPageBox) * 128, 0, place.slot, chunk, head, place.page);
-  }
-};
-
-/*! \brief What FlashInfer's kernel takes as its main loop: the loads, which one warp issues. */
-template <typename Traits, typename Source, bool kCausal>
+/*!
+ * \brief What FlashInfer's kernel takes as its main loop: the loads of ragged keys, which one warp
+ * issues. One TMA brings a tile of one head; keys after the last one of the tensor come as zeros.
+ */
+template <typename Traits, bool kCausal>
 struct PrefillMainloop {
   using T = typename Traits::DTypeKV;
   using MainloopPipeline = typename Traits::MainloopPipeline;
@@ -337,7 +265,6 @@ struct PrefillMainloop {
   static constexpr int kChunksQK = Traits::HEAD_DIM_QK / kChunk;
   static constexpr int kChunksVO = Traits::HEAD_DIM_VO / kChunk;
   static constexpr uint32_t kBytesQ = kRows * Traits::HEAD_DIM_QK * sizeof(T);
-  // Read by the kernel for its pipelines; Acquire says how many bytes a tile has.
   static constexpr uint32_t TmaTransactionBytesK = kKeys * Traits::HEAD_DIM_QK * sizeof(T);
   static constexpr uint32_t TmaTransactionBytesV = kKeys * Traits::HEAD_DIM_VO * sizeof(T);
   using WarpScheduler = fi::WarpScheduler<Traits, (Traits::HEAD_DIM_VO <= 128)>;
@@ -346,15 +273,15 @@ struct PrefillMainloop {
     float sm_scale;
   };
   struct Params {
-    CUtensorMap q;
-    Source source;
+    CUtensorMap q, k, v;
     int window_left;
     AdditionalParams additional_params;
   };
 
   static CUTLASS_DEVICE void prefetch_tma_descriptors(const Params& params) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.q));
-    params.source.Prefetch();
+    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
+    }
   }
 
   CUTLASS_DEVICE int get_num_kv_tiles(const Params&, int tile, int num_rows, int num_keys) const {
@@ -374,11 +301,9 @@ struct PrefillMainloop {
     const int kv_head = cute::get<2>(coord), first_row = cute::get<3>(coord);
     const int first_key = cute::get<4>(coord), num_rows = cute::get<5>(coord);
     const int num_keys = cute::get<6>(coord);
-    const int lane = threadIdx.x % 32;
-    const Source& source = params.source;
     uint8_t* smem_k = reinterpret_cast<uint8_t*>(storage.smem_k.data());
     uint8_t* smem_v = reinterpret_cast<uint8_t*>(storage.smem_v.data());
-    using Place = typename Source::Place;
+    const bool issues = threadIdx.x % 32 == 0;
 
     int kv_tile = get_num_kv_tiles(params, tile, num_rows, num_keys) - 1;
     int begin = 0;
@@ -386,40 +311,34 @@ struct PrefillMainloop {
       begin =
           fi::get_swa_begin_kv_tile_idx<kRows, kKeys>(params.window_left, tile, num_rows, num_keys);
     }
-    const auto load_k = [&](int at, Place place) {
-      const int rows = min(kKeys, num_keys - at * kKeys);
-      const int stage = write_k.index();
-      if (lane == 0) {
-        pipeline_k.Acquire(write_k, Source::template Bytes<kKeys, kChunksQK>(rows), {0, kKeys});
+    constexpr auto kKeep = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    const auto load_k = [&](int at) {
+      if (issues) {
+        pipeline_k.Acquire(write_k, TmaTransactionBytesK, {0, kKeys});
+        cute::SM90_TMA_LOAD_4D::copy(&params.k, pipeline_k.producer_get_barrier(write_k), kKeep,
+                                     smem_k + write_k.index() * TmaTransactionBytesK, 0,
+                                     first_key + at * kKeys, 0, kv_head);
       }
       __syncwarp();
-      source.template Load<kKeys, kChunksQK>(source.k, pipeline_k.producer_get_barrier(write_k),
-                                             smem_k + stage * (kKeys * kChunksQK * 128), place,
-                                             kv_head, rows, lane);
       ++write_k;
     };
-    const auto load_v = [&](int at, Place place) {
-      const int rows = min(kKeys, num_keys - at * kKeys);
-      uint8_t* to = smem_v + write_v.index() * (kKeys * kChunksVO * 128);
-      if (lane == 0) {
-        pipeline_v.Acquire(write_v, Source::template Bytes<kKeys, kChunksVO>(rows),
-                           {cute::cast_smem_ptr_to_uint(to), rows});
+    const auto load_v = [&](int at) {
+      if (issues) {
+        uint8_t* to = smem_v + write_v.index() * TmaTransactionBytesV;
+        pipeline_v.Acquire(write_v, TmaTransactionBytesV,
+                           {cute::cast_smem_ptr_to_uint(to), min(kKeys, num_keys - at * kKeys)});
+        cute::SM90_TMA_LOAD_4D::copy(&params.v, pipeline_v.producer_get_barrier(write_v), kKeep, to,
+                                     0, first_key + at * kKeys, 0, kv_head);
       }
       __syncwarp();
-      source.template Load<kKeys, kChunksVO>(source.v, pipeline_v.producer_get_barrier(write_v), to,
-                                             place, kv_head, rows, lane);
       ++write_v;
     };
-    const auto locate = [&](int at) {
-      return source.template Locate<kKeys, kChunksQK>(first_key, at * kKeys, num_keys, lane);
-    };
 
-    Place place = locate(kv_tile);
-    load_k(kv_tile, place);
+    load_k(kv_tile);
     // The products are done with the queries of the last work.
     cutlass::arch::NamedBarrier::sync(Traits::NUM_MMA_THREADS + Traits::NUM_PRODUCER_THREADS,
                                       static_cast<uint32_t>(fi::NamedBarriers::kQueryEmpty));
-    if (lane == 0) {
+    if (issues) {
       storage.barrier_Q.arrive_and_expect_tx(kBytesQ);
       cute::SM90_TMA_LOAD_4D::copy(&params.q, reinterpret_cast<uint64_t*>(&storage.barrier_Q),
                                    static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
@@ -429,12 +348,10 @@ struct PrefillMainloop {
     storage.barrier_O.wait((work_index + 1) % 2);
 #pragma unroll 1
     for (; kv_tile > begin; --kv_tile) {
-      const Place next = locate(kv_tile - 1);
-      load_k(kv_tile - 1, next);
-      load_v(kv_tile, place);
-      place = next;
+      load_k(kv_tile - 1);
+      load_v(kv_tile);
     }
-    load_v(kv_tile, place);
+    load_v(kv_tile);
   }
 
   CUTLASS_DEVICE void load_tail(MainloopPipeline pipeline_k, MainloopPipeline pipeline_v,
@@ -447,9 +364,10 @@ struct PrefillMainloop {
 };
 
 /*! \brief What TMA is to know of a tensor. Strides count elements; that of a chunk is known. */
-template <typename T, int kRank>
-CUtensorMap MakeTensorMap(const void* data, const int64_t (&shape)[kRank],
-                          const int64_t (&strides)[kRank - 1], const int (&box)[kRank]) {
+template <typename T>
+CUtensorMap MakeTensorMap(const void* data, const int64_t (&shape)[4], const int64_t (&strides)[3],
+                          const int (&box)[4]) {
+  constexpr int kRank = 4;
   CUtensorMap map;
   cuuint64_t dims[kRank], steps[kRank - 1];
   cuuint32_t box_dims[kRank], element_steps[kRank];
@@ -481,17 +399,9 @@ CUtensorMap MakeTensorMap(const void* data, const int64_t (&shape)[kRank],
 template <typename T, int kTile, int kHeadDim>
 CUtensorMap MapRows(const void* data, int64_t num_rows, int64_t num_heads, int64_t stride_row,
                     int64_t stride_head) {
-  return MakeTensorMap<T, 4>(data, {kChunk, num_rows, kHeadDim / kChunk, num_heads},
+  return MakeTensorMap<T>(data, {kChunk, num_rows, kHeadDim / kChunk, num_heads},
                              {stride_row, kChunk, stride_head},
                              {kChunk, kTile, kHeadDim / kChunk, 1});
-}
-
-/*! \brief (pages, heads, slots, head_dim) for boxes of one chunk. */
-template <typename T, int kHeadDim>
-CUtensorMap MapPages(const void* data, const PagedKV& kv, int64_t num_heads) {
-  return MakeTensorMap<T, 5>(
-      data, {kChunk, kv.page_size, kHeadDim / kChunk, num_heads, kv.num_pages},
-      {kv.k_stride_slot, kChunk, kv.k_stride_head, kv.k_stride_page}, {kChunk, kPageBox, 1, 1, 1});
 }
 
 /*! \brief Launch a kernel over the works of a plan. */

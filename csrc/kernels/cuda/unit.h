@@ -113,25 +113,49 @@ Function DriverFunction(const char* name) {
   return reinterpret_cast<Function>(found);
 }
 
+/*! \brief When a kernel may start beside the one before it on its stream. */
+enum class Start : int32_t {
+  kAfterKernel,  // when that one is done
+  kAfterTrigger  // when that one says so; the kernel itself waits for its results. From 9.0 on
+};
+
 /*!
  * \brief cudaLaunchKernel by the driver: the runtime looks the kernel up in each launch, which
  * shows in kernels of a few microseconds.
  */
 inline cudaError_t LaunchByAddresses(const void* kernel, dim3 blocks, dim3 threads, size_t shared,
-                                     cudaStream_t stream, void** params) {
+                                     cudaStream_t stream, void** params,
+                                     Start start = Start::kAfterKernel) {
 #if CUDART_VERSION >= 12010
-  static const auto launch = DriverFunction<decltype(&cuLaunchKernel)>("cuLaunchKernel");
   thread_local std::unordered_map<const void*, cudaKernel_t> handles;  // those of every device
   cudaKernel_t& handle = handles[kernel];
   if (handle == nullptr) {
     const cudaError_t status = cudaGetKernel(&handle, kernel);
     if (status != cudaSuccess) return status;
   }
-  const CUresult status =
-      launch(reinterpret_cast<CUfunction>(handle), blocks.x, blocks.y, blocks.z, threads.x,
-             threads.y, threads.z, static_cast<unsigned>(shared), stream, params, nullptr);
+  const auto function = reinterpret_cast<CUfunction>(handle);
+  CUresult status;
+  if (start == Start::kAfterKernel) {
+    static const auto launch = DriverFunction<decltype(&cuLaunchKernel)>("cuLaunchKernel");
+    status = launch(function, blocks.x, blocks.y, blocks.z, threads.x, threads.y, threads.z,
+                    static_cast<unsigned>(shared), stream, params, nullptr);
+  } else {
+    static const auto launch = DriverFunction<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
+    CUlaunchAttribute attribute{};
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchConfig config{};
+    config.gridDimX = blocks.x, config.gridDimY = blocks.y, config.gridDimZ = blocks.z;
+    config.blockDimX = threads.x, config.blockDimY = threads.y, config.blockDimZ = threads.z;
+    config.sharedMemBytes = static_cast<unsigned>(shared);
+    config.hStream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    status = launch(&config, function, params, nullptr);
+  }
   return static_cast<cudaError_t>(status);  // the runtime's numbers are the driver's
 #else
+  (void)start;  // later is right as well
   return cudaLaunchKernel(kernel, blocks, threads, params, shared, stream);
 #endif
 }

@@ -5,8 +5,7 @@
 #include <flashinfer/attention/scheduler.cuh>
 #include <flashinfer/attention/variants.cuh>
 
-#include "../plan_buffer.h"
-#include "../unit.h"
+#include "../split_launch.cuh"
 
 namespace tvm_flashinfer {
 namespace kernels {
@@ -69,7 +68,8 @@ int BatchDecodePlan(const PlanArgs& args, CudaStream stream, std::vector<int64_t
 
 int BatchDecode(const AttentionArgs& args, const PagedKV& kv, const PlanView& view,
                 CudaStream stream, char* error) {
-  return Guarded(stream, error, [&](cudaStream_t handle) {
+  return Guarded(stream, error, [&](cudaStream_t handle) -> cudaError_t {
+    using namespace flashinfer;  // NOLINT: the dispatch macro needs it
     namespace fi = flashinfer;
     const Plan& plan = Plan::From(view);
     fi::paged_kv_t<T, int32_t> paged_kv(
@@ -89,10 +89,22 @@ int BatchDecode(const AttentionArgs& args, const PagedKV& kv, const PlanView& vi
     params.o_indptr = At<int32_t>(view.int_workspace, plan.o_indptr);
     params.kv_chunk_size_ptr = At<int32_t>(view.int_workspace, plan.kv_chunk_size);
     params.padded_batch_size = plan.num_blocks;
-    T* tmp_v = plan.split_kv ? At<T>(view.float_workspace, plan.tmp_v) : nullptr;
-    float* tmp_s = plan.split_kv ? At<float>(view.float_workspace, plan.tmp_s) : nullptr;
-    return fi::BatchDecodeWithPagedKVCacheDispatched<kHeadDim, kNoRoPE, Variant>(
-        params, tmp_v, tmp_s, view.enable_pdl, handle);
+    DISPATCH_GQA_GROUP_SIZE(args.num_qo_heads / args.num_kv_heads, kGroup, {
+      // The sizes of FlashInfer's launcher, for GPUs from 8.0 on.
+      constexpr uint32_t kVec = std::max<uint32_t>(16 / sizeof(T), kHeadDim / 32), kStages = 2;
+      constexpr uint32_t kX = kHeadDim / kVec, kY = kGroup;
+      constexpr uint32_t kThreads = std::max<uint32_t>(128, kX * kY), kZ = kThreads / (kX * kY);
+      constexpr uint32_t kTile = kGroup == 1 ? 4 : 1;
+      constexpr size_t kShared =
+          std::max<size_t>(2 * kStages * kTile * kY * kZ * kHeadDim * sizeof(T),
+                           kZ * kY * kHeadDim * sizeof(float)) +
+          std::max<size_t>(kTile * kThreads * sizeof(T*), 2 * kY * kZ * sizeof(float));
+      auto* kernel = &fi::BatchDecodeWithPagedKVCacheKernel<kNoRoPE, kStages, kTile, kVec, kX, kY,
+                                                            kZ, Variant, Params>;
+      return LaunchSplit<kHeadDim>(
+          kernel, dim3(static_cast<unsigned>(plan.num_blocks), args.num_kv_heads), dim3(kX, kY, kZ),
+          kShared, params, plan, view, params.o_indptr, args.batch_size, stream.device_id, handle);
+    });
   });
 }
 

@@ -33,14 +33,10 @@ int BatchPrefillPaged(const AttentionArgs& args, const PagedKV& kv, const PlanVi
         args.q_stride_row, args.q_stride_head, args.window_left, /*logits_soft_cap=*/0.f,
         args.sm_scale, /*rope_scale=*/1.f, /*rope_theta=*/1.f);
     SetPlan(plan, view, &params);
-    T* tmp_v = plan.split_kv ? At<T>(view.float_workspace, plan.tmp_v) : nullptr;
-    float* tmp_s = plan.split_kv ? At<float>(view.float_workspace, plan.tmp_s) : nullptr;
     return DispatchTileAndMask(plan.cta_tile_q, args.causal, [&](auto tile, auto mask) {
-      return fi::BatchPrefillWithPagedKVCacheDispatched<
-          /*SAME_KV_STRIDES=*/true, decltype(tile)::value, kHeadDim, kHeadDim,
-          fi::PosEncodingMode::kNone, /*USE_FP16_QK_REDUCTION=*/false, decltype(mask)::value,
-          /*USE_TOKEN_HEAD_SF=*/false, PrefillVariant>(params, tmp_v, tmp_s, view.enable_pdl,
-                                                       handle);
+      return LaunchFA2</*kPaged=*/true, decltype(tile)::value, kHeadDim, kHeadDim,
+                       decltype(mask)::value>(params, args.num_kv_heads, plan, view,
+                                              stream.device_id, handle);
     });
   });
 }

@@ -11,37 +11,18 @@ constexpr int kHeadDim = TVM_FLASHINFER_HEAD_DIM_QK;
 static_assert(kHeadDim == TVM_FLASHINFER_HEAD_DIM_VO, "paged kernels have one head_dim");
 constexpr int kRows = PrefillTileRows(kHeadDim);
 
-/*! \brief Keys of a tile whose keys come one by one, tuned by FlashInfer. */
-constexpr int kGatheredKeys = kHeadDim == 256 ? 32 : 96;
+/*! \brief Keys of a tile that are gathered, tuned by FlashInfer. */
+constexpr int kKeys = kHeadDim == 256 ? 32 : 96;
 
 struct GatherParams {
   float sm_scale;
 };
 
 template <bool kCausal, bool kWindow>
-cudaError_t LaunchByTMA(const AttentionArgs& args, const PagedKV& kv, const PlanView& view,
-                        cudaStream_t stream) {
-  constexpr int kKeys = PrefillTileKeys(kHeadDim, kHeadDim, kCausal);
-  using Traits = PrefillTraits<T, kHeadDim, kHeadDim, kRows, kKeys>;
-  using Mainloop = PrefillMainloop<Traits, PagedSource, kCausal>;
-  const typename Mainloop::Params params{
-      MapRows<T, kRows, kHeadDim>(args.q, args.num_rows, args.num_qo_heads, args.q_stride_row,
-                                  args.q_stride_head),
-      {MapPages<T, kHeadDim>(kv.k, kv, args.num_kv_heads),
-       MapPages<T, kHeadDim>(kv.v, kv, args.num_kv_heads), kv.indices,
-       fi::uint_fastdiv(static_cast<uint32_t>(kv.page_size))},
-      args.window_left,
-      {static_cast<float>(args.sm_scale)}};
-  return LaunchPrefill<Mainloop, Traits, kWindow, kCausal>(args, PrefillSM90Plan::From(view), view,
-                                                           params, stream);
-}
-
-/*! \brief Pages of other sizes, by FlashInfer's loads. A window is compiled in always. */
-template <bool kCausal>
-cudaError_t LaunchByGather(const AttentionArgs& args, const PagedKV& kv, const PlanView& view,
-                           cudaStream_t stream) {
+cudaError_t LaunchGather(const AttentionArgs& args, const PagedKV& kv, const PlanView& view,
+                         cudaStream_t stream) {
   using Traits =
-      fi::AttentionKernelTraits</*USE_TMA_LOAD_KV=*/false, kHeadDim, kHeadDim, kRows, kGatheredKeys,
+      fi::AttentionKernelTraits</*USE_TMA_LOAD_KV=*/false, kHeadDim, kHeadDim, kRows, kKeys,
                                 /*NUM_STAGES=*/2, T, T, T, int32_t, PlainAttention>;
   using Mainloop = fi::SparseCollectiveMainloop<GatherParams, Traits, kCausal>;
   const auto layout =
@@ -50,30 +31,19 @@ cudaError_t LaunchByGather(const AttentionArgs& args, const PagedKV& kv, const P
       {static_cast<const T*>(args.q),
        fi::get_gmem_layout(static_cast<int>(args.num_rows), args.num_qo_heads, kHeadDim,
                            args.q_stride_row, args.q_stride_head),
-       static_cast<const T*>(kv.k),
-       layout,
-       static_cast<const T*>(kv.v),
-       layout,
-       kv.indices,
+       static_cast<const T*>(kv.k), layout, static_cast<const T*>(kv.v), layout, kv.indices,
        // As far back as no sequence reaches, and far from where sums would overflow.
-       args.window_left < 0 ? 1 << 30 : std::min(args.window_left, 1 << 30),
-       kv.k_stride_page,
-       kv.v_stride_page,
-       static_cast<uint32_t>(kv.page_size),
-       {static_cast<float>(args.sm_scale)}});
-  return LaunchPrefill<Mainloop, Traits, /*kWindow=*/true, kCausal>(
-      args, PrefillSM90Plan::From(view), view, params, stream);
+       std::min(args.window_left, 1 << 30), kv.k_stride_page, kv.v_stride_page,
+       static_cast<uint32_t>(kv.page_size), {static_cast<float>(args.sm_scale)}});
+  return LaunchPrefill<Mainloop, Traits, kWindow, kCausal>(args, PrefillSM90Plan::From(view), view,
+                                                           params, stream);
 }
 
 int BatchPrefillPaged(const AttentionArgs& args, const PagedKV& kv, const PlanView& view,
                       CudaStream stream, char* error) {
   return Guarded(stream, error, [&](cudaStream_t handle) {
-    if (kv.page_size % kPageBox != 0) {
-      return args.causal ? LaunchByGather<true>(args, kv, view, handle)
-                         : LaunchByGather<false>(args, kv, view, handle);
-    }
     return DispatchMaskAndWindow(args.causal, args.window_left, [&](auto causal, auto window) {
-      return LaunchByTMA<decltype(causal)::value, decltype(window)::value>(args, kv, view, handle);
+      return LaunchGather<decltype(causal)::value, decltype(window)::value>(args, kv, view, handle);
     });
   });
 }

@@ -27,13 +27,10 @@ int BatchPrefillRagged(const AttentionArgs& args, const RaggedKV& kv, const Plan
     params.v_stride_n = kv.v_stride_token;
     params.v_stride_h = kv.v_stride_head;
     SetPlan(plan, view, &params);
-    T* tmp_v = plan.split_kv ? At<T>(view.float_workspace, plan.tmp_v) : nullptr;
-    float* tmp_s = plan.split_kv ? At<float>(view.float_workspace, plan.tmp_s) : nullptr;
     return DispatchTileAndMask(plan.cta_tile_q, args.causal, [&](auto tile, auto mask) {
-      return fi::BatchPrefillWithRaggedKVCacheDispatched<
-          decltype(tile)::value, kHeadDimQK, kHeadDimVO, fi::PosEncodingMode::kNone,
-          /*USE_FP16_QK_REDUCTION=*/false, decltype(mask)::value, /*USE_TOKEN_HEAD_SF=*/false,
-          PrefillVariant>(params, tmp_v, tmp_s, view.enable_pdl, handle);
+      return LaunchFA2</*kPaged=*/false, decltype(tile)::value, kHeadDimQK, kHeadDimVO,
+                       decltype(mask)::value>(params, args.num_kv_heads, plan, view,
+                                              stream.device_id, handle);
     });
   });
 }

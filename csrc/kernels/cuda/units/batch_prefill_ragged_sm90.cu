@@ -19,17 +19,17 @@ int BatchPrefillRagged(const AttentionArgs& args, const RaggedKV& kv, const Plan
       constexpr bool kCausal = decltype(causal)::value;
       constexpr int kKeys = PrefillTileKeys(kHeadDimQK, kHeadDimVO, kCausal);
       using Traits = PrefillTraits<T, kHeadDimQK, kHeadDimVO, kRows, kKeys>;
-      using Mainloop = PrefillMainloop<Traits, RaggedSource, kCausal>;
+      using Mainloop = PrefillMainloop<Traits, kCausal>;
       // Without keys there may be no memory, and TMA wants an address.
       const void* k = plan.num_keys > 0 ? kv.k : args.q;
       const void* v = plan.num_keys > 0 ? kv.v : args.q;
       const typename Mainloop::Params params{
           MapRows<T, kRows, kHeadDimQK>(args.q, args.num_rows, args.num_qo_heads, args.q_stride_row,
                                         args.q_stride_head),
-          {MapRows<T, kKeys, kHeadDimQK>(k, plan.num_keys, args.num_kv_heads, kv.k_stride_token,
-                                         kv.k_stride_head),
-           MapRows<T, kKeys, kHeadDimVO>(v, plan.num_keys, args.num_kv_heads, kv.v_stride_token,
-                                         kv.v_stride_head)},
+          MapRows<T, kKeys, kHeadDimQK>(k, plan.num_keys, args.num_kv_heads, kv.k_stride_token,
+                                        kv.k_stride_head),
+          MapRows<T, kKeys, kHeadDimVO>(v, plan.num_keys, args.num_kv_heads, kv.v_stride_token,
+                                        kv.v_stride_head),
           args.window_left,
           {static_cast<float>(args.sm_scale)}};
       return LaunchPrefill<Mainloop, Traits, decltype(window)::value, kCausal>(args, plan, view,

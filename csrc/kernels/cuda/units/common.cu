@@ -2,9 +2,11 @@
 // kernels, the kernels around attention, and the questions the ops layer asks of a device.
 #include <flashinfer/attention/scheduler.cuh>
 #include <limits>
+#include <numeric>
 
 #include "../merge.cuh"
 #include "../mla_schedule.h"
+#include "../page_copy.cuh"
 #include "../pages.cuh"
 #include "../plan_buffer.h"
 #include "../prefill_schedule.h"
@@ -27,19 +29,35 @@ std::vector<int32_t> DecodeRowOffsets(int32_t batch_size) {
 /*! \brief The plan of the Hopper kernel; false when it is not to run. */
 bool PlanPrefillSM90(const PlanArgs& args, int num_sm, cudaStream_t stream,
                      std::vector<int64_t>* out) {
-  if (args.sm90 == PrefillSM90::kNever) return false;
-  const PrefillBatch batch{args.qo_indptr,    args.kv_indptr,    args.kv_len,      args.batch_size,
-                           args.num_qo_heads, args.num_kv_heads, args.head_dim_qk, args.head_dim_vo,
-                           args.causal,       args.window_left};
-  const bool must = args.sm90 == PrefillSM90::kAlways;
+  if (args.sm90 == Use::kNever) return false;
+  PrefillBatch batch{args.qo_indptr,    args.kv_indptr,    args.kv_len,      args.batch_size,
+                     args.num_qo_heads, args.num_kv_heads, args.head_dim_qk, args.head_dim_vo,
+                     args.causal,       args.window_left};
+  const bool must = args.sm90 == Use::kAlways;
   if (!must && !PreferPrefillSM90(num_sm, batch)) return false;
-  const PrefillSchedule s = MakePrefillSchedule(num_sm, batch);
+  const int32_t size = args.batch_size;
   PlanBuffer buffer;
   PrefillSM90Plan plan{};
-  plan.kind = kPrefillSM90Plan;
+  std::vector<int32_t> key_indptr(size + 1, 0);
+  std::partial_sum(args.kv_len, args.kv_len + size, key_indptr.begin() + 1);
+  const int64_t copied =
+      BytesOfCopy(key_indptr[size], args.num_kv_heads, args.head_dim_qk, args.head_dim_vo);
+  const bool copies =
+      args.page_copy == Use::kAlways ||
+      (args.page_copy == Use::kWhereFaster && copied <= args.float_workspace_bytes &&
+       PreferCopyOfPages(num_sm, batch));
+  if (copies) {
+    PlanBuffer::CheckFloatWorkspace(copied, args);
+    plan.page_indptr =
+        buffer.Add(std::vector<int32_t>(args.kv_indptr, args.kv_indptr + size + 1));
+    plan.key_indptr = buffer.Add(key_indptr);
+    batch.kv_indptr = key_indptr.data();
+  }
+  const PrefillSchedule s = MakePrefillSchedule(num_sm, batch);
+  plan.kind = copies ? kPrefillSM90CopyPlan : kPrefillSM90Plan;
   plan.num_blocks = num_sm;
   plan.num_groups = s.num_groups;
-  plan.num_keys = args.kv_indptr[args.batch_size];
+  plan.num_keys = batch.kv_indptr[size];
   plan.tiles = buffer.Add(s.tiles);
   plan.work_indptr = buffer.Add(s.work_indptr);
   plan.work_tile = buffer.Add(s.work_tile);
@@ -47,7 +65,8 @@ bool PlanPrefillSM90(const PlanArgs& args, int num_sm, cudaStream_t stream,
   // FA2 needs less of the workspace.
   if (!must && buffer.size() > args.int_workspace_bytes) return false;
   const int64_t base = buffer.Commit(args, stream);
-  for (int64_t* offset : {&plan.tiles, &plan.work_indptr, &plan.work_tile, &plan.work_head}) {
+  for (int64_t* offset : {&plan.tiles, &plan.work_indptr, &plan.work_tile, &plan.work_head,
+                          &plan.page_indptr, &plan.key_indptr}) {
     *offset += base;
   }
   *out = plan.ToVector();
@@ -185,6 +204,7 @@ int IsCapturing(CudaStream stream, bool* is_capturing, char* error) {
 }
 
 TVM_FLASHINFER_REGISTER(batch_prefill_plan, "batch_prefill_plan", &BatchPrefillPlan);
+TVM_FLASHINFER_REGISTER(copy_pages, "copy_pages", &CopyPages);
 TVM_FLASHINFER_REGISTER(batch_mla_plan, "batch_mla_plan", &BatchMLAPlan);
 TVM_FLASHINFER_REGISTER(merge_state, "merge_state", &MergeState);
 TVM_FLASHINFER_REGISTER(apply_sinks, "apply_sinks", &ApplySinks);
