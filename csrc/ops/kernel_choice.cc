@@ -22,7 +22,7 @@ constexpr Capability kMeasured[] = {{9, 0}};
 
 constexpr const char* kSlotNames[] = {"decode_paged", "prefill_paged", "prefill_ragged", "mla"};
 constexpr const char* kKernelNames[] = {"cuda_core", "fa2",  "fa3",
-                                         "fa3_copy",  "sm90", "batch_attention"};
+                                        "fa3_copy",  "sm90", "batch_attention"};
 
 /*! \brief "heads 32/8, head_dim 128, batch <= 64, rows <= 1, keys <= 4096". */
 std::string ClassText(const ChoiceShape& shape) {

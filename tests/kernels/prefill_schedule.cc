@@ -1,5 +1,6 @@
 // Prints the schedule of a batch that is read from the standard input, whether prefill on Hopper is
-// the faster kernel for it, and whether a copy of its pages would pay. For test_prefill_schedule.py.
+// the faster kernel for it, and whether a copy of its pages would pay. For
+// test_prefill_schedule.py.
 #include "kernels/cuda/prefill_schedule.h"
 
 #include <iostream>

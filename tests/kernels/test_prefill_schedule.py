@@ -53,7 +53,9 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Run:
         done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
         first, *lines = done.stdout.splitlines()
         prefers, copies, num_groups = map(int, first.split())
-        return Schedule(bool(prefers), bool(copies), num_groups, [tuple(map(int, x.split())) for x in lines])
+        return Schedule(
+            bool(prefers), bool(copies), num_groups, [tuple(map(int, x.split())) for x in lines]
+        )
 
     return run
 

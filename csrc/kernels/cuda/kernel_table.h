@@ -105,7 +105,7 @@ struct PlanArgs {
   bool disable_split_kv;
   const int32_t* kv_len = nullptr;  // keys of each request; not of decode
   PlanCursor* cursor = SharedPlanCursor();
-  Use sm90 = Use::kNever;        // of the prefill kernel for Hopper
+  Use sm90 = Use::kNever;       // of the prefill kernel for Hopper
   Use page_copy = Use::kNever;  // of that kernel over a copy of the pages
 };
 

@@ -21,10 +21,19 @@ __global__ void MergeStateKernel(int64_t num_states, int head_dim, const T* v_a,
   const int64_t state = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int lane = threadIdx.x, lanes = blockDim.x;
   const bool active = state < num_states;
+  using Vec = Vector<T, kVec>;
+  const T* const row_a = v_a + state * head_dim;
+  const T* const row_b = v_b + state * head_dim;
   float log_a = 0.f, log_b = 0.f;
+  // The first values do not wait for the LSEs.
+  Vec a, b;
   if (active) {
     log_a = s_a[state];
     log_b = s_b[state];
+    if (lane * kVec < head_dim) {
+      a = *reinterpret_cast<const Vec*>(row_a + lane * kVec);
+      b = *reinterpret_cast<const Vec*>(row_b + lane * kVec);
+    }
   }
   __syncwarp();
   if (!active) return;
@@ -36,11 +45,7 @@ __global__ void MergeStateKernel(int64_t num_states, int head_dim, const T* v_a,
   const float total = weight_a + weight_b;
   const float scale_a = use_a ? weight_a / total : 0.f;
   const float scale_b = use_b ? weight_b / total : 0.f;
-  for (int i = lane * kVec; i < head_dim; i += lanes * kVec) {
-    using Vec = Vector<T, kVec>;
-    const int64_t offset = state * head_dim + i;
-    const Vec a = *reinterpret_cast<const Vec*>(v_a + offset);
-    const Vec b = *reinterpret_cast<const Vec*>(v_b + offset);
+  for (int i = lane * kVec; i < head_dim;) {
     Vec merged;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
@@ -48,7 +53,11 @@ __global__ void MergeStateKernel(int64_t num_states, int head_dim, const T* v_a,
       const float part_b = use_b ? scale_b * ToFloat(b.data[j]) : 0.f;
       merged.data[j] = FromFloat<T>(part_a + part_b);
     }
-    *reinterpret_cast<Vec*>(v_merged + offset) = merged;
+    *reinterpret_cast<Vec*>(v_merged + state * head_dim + i) = merged;
+    i += lanes * kVec;
+    if (i >= head_dim) break;
+    a = *reinterpret_cast<const Vec*>(row_a + i);
+    b = *reinterpret_cast<const Vec*>(row_b + i);
   }
   if (lane == 0) s_merged[state] = use_a || use_b ? log_max + log2f(total) : -INFINITY;
 }

@@ -71,7 +71,7 @@ inline int CopyPages(const AttentionArgs& args, const PagedKV& kv, const PlanVie
     const int64_t elements = plan.num_keys * args.num_kv_heads * head_dim;
     char* k = static_cast<char*>(view.float_workspace);
     char* v = k + elements * 2;
-    *ragged = {k, v, head_dim, plan.num_keys * head_dim, head_dim, plan.num_keys * head_dim,
+    *ragged = {k,      v, head_dim, plan.num_keys * head_dim, head_dim, plan.num_keys * head_dim,
                nullptr};
     if (plan.num_keys == 0) return cudaSuccess;
     int log_pieces = 0;

@@ -400,8 +400,7 @@ template <typename T, int kTile, int kHeadDim>
 CUtensorMap MapRows(const void* data, int64_t num_rows, int64_t num_heads, int64_t stride_row,
                     int64_t stride_head) {
   return MakeTensorMap<T>(data, {kChunk, num_rows, kHeadDim / kChunk, num_heads},
-                             {stride_row, kChunk, stride_head},
-                             {kChunk, kTile, kHeadDim / kChunk, 1});
+                          {stride_row, kChunk, stride_head}, {kChunk, kTile, kHeadDim / kChunk, 1});
 }
 
 /*! \brief Launch a kernel over the works of a plan. */

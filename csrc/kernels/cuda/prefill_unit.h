@@ -65,20 +65,18 @@ cudaError_t LaunchFA2(const Params& params, uint32_t num_kv_heads, const Plan& p
   const int shared = std::min(gpu.shared_of_sm / blocks_on_sm, gpu.shared_of_block);
   const int mmas = std::min<int>((shared - kSharedQ) / kSharedOfMma, 8 / kMmaQ);
   const auto launch = [&](auto mma_kv) -> cudaError_t {
-    using Traits =
-        fi::KernelTraits<kMask, kTileQ, kMmaQ, decltype(mma_kv)::value, kHeadDimQK / 16,
-                         kHeadDimVO / 16, kWarpsQ, kWarpsKV, fi::PosEncodingMode::kNone, T, T, T,
-                         float, typename Params::IdType, PrefillVariant>;
+    using Traits = fi::KernelTraits<kMask, kTileQ, kMmaQ, decltype(mma_kv)::value, kHeadDimQK / 16,
+                                    kHeadDimVO / 16, kWarpsQ, kWarpsKV, fi::PosEncodingMode::kNone,
+                                    T, T, T, float, typename Params::IdType, PrefillVariant>;
     if constexpr (Traits::IsInvalid()) {
       throw std::runtime_error("FlashInfer has no FA2 kernel for this GPU and head dimension");
     } else {
       using Shared = std::conditional_t<kPaged, typename Traits::SharedStoragePaged,
                                         typename Traits::SharedStorage>;
-      return LaunchSplit<kHeadDimVO>(
-          PrefillKernel<kPaged, Traits, Params>(),
-          dim3(static_cast<unsigned>(plan.num_blocks), 1, num_kv_heads),
-          dim3(32, kWarpsQ, kWarpsKV), sizeof(Shared), params, plan, view, params.merge_indptr,
-          plan.num_rows, device_id, stream);
+      return LaunchSplit<kHeadDimVO>(PrefillKernel<kPaged, Traits, Params>(),
+                                     dim3(static_cast<unsigned>(plan.num_blocks), 1, num_kv_heads),
+                                     dim3(32, kWarpsQ, kWarpsKV), sizeof(Shared), params, plan,
+                                     view, params.merge_indptr, plan.num_rows, device_id, stream);
     }
   };
   if (mmas >= 8) return launch(std::integral_constant<uint32_t, 8>());

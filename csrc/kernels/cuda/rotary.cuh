@@ -32,8 +32,8 @@ struct SplitRotaryParams {
 };
 
 /*!
- * \brief One block a row. The angles are computed once; a thread keeps those of kVec pairs in
- * registers, and rotates these pairs of one head after the other.
+ * \brief The blocks of one x have one row. Each computes the angles once; a thread keeps those of
+ * kVec pairs in registers, and rotates these pairs of one head after the other.
  */
 template <typename T, int kVec, int kCount>
 __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
@@ -57,12 +57,14 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
 
   // A unit is kVec pairs: two vectors, side by side or half of the rotated dimensions apart. Those
   // of the first head are on their way while angles are computed.
-  const int units = pairs / kVec, heads_at_once = units > 0 ? blockDim.x / units : 0;
+  const int units = pairs / kVec, heads_of_block = units > 0 ? blockDim.x / units : 0;
+  const int heads_at_once = heads_of_block * gridDim.y;
   const int unit = units > 0 ? threadIdx.x % units : 0;
-  const int first_head = units > 0 ? threadIdx.x / units : 0;
+  const int head_of_block = units > 0 ? threadIdx.x / units : 0;
+  const int first_head = blockIdx.y * heads_of_block + head_of_block;
   const int low = p.interleaved ? 2 * unit * kVec : unit * kVec;
   const int high = p.interleaved ? low + kVec : low + pairs;
-  int head = first_head < heads_at_once ? first_head : rotated_heads;
+  int head = head_of_block < heads_of_block ? first_head : rotated_heads;
   Vec x, y;
   if (head < rotated_heads) {
     x = load(head, low);
@@ -83,7 +85,8 @@ __global__ void SplitRotaryKernel(SplitRotaryParams<T> p,
   const int pieces_of_v = p.head_dim / kVec, pieces_behind = (p.head_dim - rotary_dim) / kVec;
   const int num_v = p.num_kv_heads * pieces_of_v;
   const int num_copied = num_v + rotated_heads * pieces_behind;
-  for (int i = blockDim.x - 1 - threadIdx.x; i < num_copied; i += blockDim.x) {
+  const int thread = blockIdx.y * blockDim.x + threadIdx.x, num_threads = blockDim.x * gridDim.y;
+  for (int i = num_threads - 1 - thread; i < num_copied; i += num_threads) {
     const bool is_v = i < num_v;
     const int j = is_v ? i : i - num_v, pieces = is_v ? pieces_of_v : pieces_behind;
     const int copied_head = j / pieces + (is_v ? rotated_heads : 0);
@@ -169,18 +172,22 @@ inline int SplitQKVRotary(const SplitRotaryArgs& args, CudaStream stream, char* 
           CanVectorize(args.head_dim * sizeof(T), {args.qkv, args.q, args.k, args.v}) &&
           args.qkv_stride_row % kVec == 0 && args.qkv_stride_head % kVec == 0 &&
           args.rotary_dim % (2 * kVec) == 0;
+      const int vec = wide ? kVec : 1, units = std::max(pairs / vec, 1);
+      const int threads = std::max<int>(128, CeilDiv(units, 32) * 32);
       // Few rows: each thread has one head. Many: it has several, for which it reads angles once.
-      const int units = std::max(pairs / (wide ? kVec : 1), 1);
-      const int least = args.num_rows <= 256 ? 512 : 128;
-      const int threads = std::max<int>(least, CeilDiv(units, 32) * 32);
+      const int64_t heads = args.num_qo_heads + args.num_kv_heads;
+      const int64_t pieces = heads * units + args.num_kv_heads * int64_t{args.head_dim / vec};
+      const int64_t parts =
+          args.num_rows > 256 ? 1 : std::min<int64_t>(CeilDiv(pieces, threads), 8);
       auto launch = [&](auto most) {
         constexpr int kCount = decltype(most)::value;
         InverseFrequencies<kCount> inv_freq;
         std::copy_n(args.inv_freq, pairs, inv_freq.values);
         if (params.has_second) std::copy_n(args.inv_freq_second, pairs, inv_freq.values + pairs);
         auto kernel = wide ? SplitRotaryKernel<T, kVec, kCount> : SplitRotaryKernel<T, 1, kCount>;
-        return LaunchKernel(kernel, static_cast<unsigned>(args.num_rows), threads,
-                            count * sizeof(float2), handle, params, inv_freq);
+        const dim3 blocks(static_cast<unsigned>(args.num_rows), static_cast<unsigned>(parts));
+        return LaunchKernel(kernel, blocks, threads, count * sizeof(float2), handle, params,
+                            inv_freq);
       };
       return count <= kFewFrequencies ? launch(std::integral_constant<int, kFewFrequencies>())
                                       : launch(std::integral_constant<int, kMaxRotaryPairs>());

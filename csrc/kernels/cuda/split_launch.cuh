@@ -1,6 +1,6 @@
 // Launch of FlashInfer's kernels whose requests may be split into chunks of keys, and of the merge
-// of those chunks. FlashInfer's launchers ask the driver for the same facts in each call, and let the
-// merge wait until the last block of attention has ended.
+// of those chunks. FlashInfer's launchers ask the driver for the same facts in each call, and let
+// the merge wait until the last block of attention has ended.
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_SPLIT_LAUNCH_CUH_
 #define TVM_FLASHINFER_KERNELS_CUDA_SPLIT_LAUNCH_CUH_
 

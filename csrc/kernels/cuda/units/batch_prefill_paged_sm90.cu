@@ -31,10 +31,17 @@ cudaError_t LaunchGather(const AttentionArgs& args, const PagedKV& kv, const Pla
       {static_cast<const T*>(args.q),
        fi::get_gmem_layout(static_cast<int>(args.num_rows), args.num_qo_heads, kHeadDim,
                            args.q_stride_row, args.q_stride_head),
-       static_cast<const T*>(kv.k), layout, static_cast<const T*>(kv.v), layout, kv.indices,
+       static_cast<const T*>(kv.k),
+       layout,
+       static_cast<const T*>(kv.v),
+       layout,
+       kv.indices,
        // As far back as no sequence reaches, and far from where sums would overflow.
-       std::min(args.window_left, 1 << 30), kv.k_stride_page, kv.v_stride_page,
-       static_cast<uint32_t>(kv.page_size), {static_cast<float>(args.sm_scale)}});
+       std::min(args.window_left, 1 << 30),
+       kv.k_stride_page,
+       kv.v_stride_page,
+       static_cast<uint32_t>(kv.page_size),
+       {static_cast<float>(args.sm_scale)}});
   return LaunchPrefill<Mainloop, Traits, kWindow, kCausal>(args, PrefillSM90Plan::From(view), view,
                                                            params, stream);
 }

@@ -42,14 +42,12 @@ bool PlanPrefillSM90(const PlanArgs& args, int num_sm, cudaStream_t stream,
   std::partial_sum(args.kv_len, args.kv_len + size, key_indptr.begin() + 1);
   const int64_t copied =
       BytesOfCopy(key_indptr[size], args.num_kv_heads, args.head_dim_qk, args.head_dim_vo);
-  const bool copies =
-      args.page_copy == Use::kAlways ||
-      (args.page_copy == Use::kWhereFaster && copied <= args.float_workspace_bytes &&
-       PreferCopyOfPages(num_sm, batch));
+  const bool copies = args.page_copy == Use::kAlways ||
+                      (args.page_copy == Use::kWhereFaster &&
+                       copied <= args.float_workspace_bytes && PreferCopyOfPages(num_sm, batch));
   if (copies) {
     PlanBuffer::CheckFloatWorkspace(copied, args);
-    plan.page_indptr =
-        buffer.Add(std::vector<int32_t>(args.kv_indptr, args.kv_indptr + size + 1));
+    plan.page_indptr = buffer.Add(std::vector<int32_t>(args.kv_indptr, args.kv_indptr + size + 1));
     plan.key_indptr = buffer.Add(key_indptr);
     batch.kv_indptr = key_indptr.data();
   }
