@@ -89,6 +89,23 @@ def test_blocks_get_equal_shares_of_the_keys(schedule, batch, num_sm):
     assert loads.max() <= 1.1 * loads.mean()
 
 
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8)], ids=str)
+def test_tiles_of_a_request_and_head_come_together(schedule, heads):
+    """They find its keys in L2: with many requests, the keys of one head of all do not fit there."""
+    num_requests, tile = 128, 256 + 1024
+    found = schedule([(1024, 1024)] * num_requests, heads)
+    clock = np.zeros(NUM_SM)
+    starts: dict[tuple[int, int], list[float]] = {}
+    for block, head, request, at, _, rows, _, keys in found.works:
+        starts.setdefault((head, request), []).append(clock[block])
+        clock[block] += 256 + min(keys, (at + 1) * 128 + keys - rows)
+    spread = [
+        max(times) - min(times) for times in starts.values() if max(times) < 0.9 * clock.min()
+    ]
+    assert len(spread) > 0.8 * num_requests * heads[0]
+    assert max(spread) <= 2 * tile
+
+
 @pytest.mark.parametrize(
     ("batch", "prefers_hopper"),
     [

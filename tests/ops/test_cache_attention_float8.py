@@ -319,7 +319,7 @@ def test_scale_that_overflows(ops, device, rng):
         ("prefill_ragged", bad("16-bit", "k", dtype("float16"), TypeError, "`v`", "float16")),
         ("prefill_ragged", bad("rows", "k", cut(lambda a: a[:-1]), ValueError, "`v`")),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else value.id,
 )  # fmt: skip
 def test_dtypes(ops, device, rng, slot, case):
     """Integers, mixed dtypes, and 8-bit queries and outputs."""

@@ -144,7 +144,7 @@ def test_more_rows_than_keys(ops, device, workspaces, rng, lens, ragged):
 
 @pytest.mark.cuda
 def test_pages_are_copied_where_that_pays(ops, cuda, cuda_workspaces, rng, monkeypatch):
-    """Long prompts run over a copy of their pages, unless the float workspace has no room for it."""
+    """Long prompts run over a copy of their pages, where the float workspace has room for it."""
     if not is_hopper():
         pytest.skip("FA3 needs a Hopper GPU")
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -70,44 +70,75 @@ struct PrefillSchedule {
   std::vector<int32_t> work_head;  // among those of the group
 };
 
+/*! \brief Works of each block that are handed out by their cost alone. */
+constexpr int32_t kBalancedWorks = 4;
+
+/*!
+ * \brief Hand out the works one after the other, each to the block that is free first.
+ *
+ * The tiles of a request and head come together, the longest first, so that its keys come from
+ * memory once and then from L2. The last works are sorted by their cost instead, so that the short
+ * ones fill what is left.
+ */
 inline PrefillSchedule MakePrefillSchedule(int32_t num_sm, const PrefillBatch& batch) {
   PrefillSchedule s;
+  struct Work {
+    int64_t cost;
+    int32_t tile, head;
+  };
+  struct Request {
+    int32_t first_tile, num_tiles;
+    int64_t longest;
+  };
+  std::vector<int64_t> costs;  // of the tiles
+  std::vector<Request> requests;
   const int32_t tile_rows = PrefillTileRows(batch.head_dim_vo);
-  std::vector<std::pair<int64_t, PrefillTile>> tiles;  // with their costs
   for (int32_t b = 0; b < batch.batch_size; ++b) {
     const int32_t first = batch.qo_indptr[b], rows = batch.qo_indptr[b + 1] - first;
-    for (int32_t begin = 0; begin < rows; begin += tile_rows) {
-      const int64_t end = std::min<int64_t>(rows, static_cast<int64_t>(begin) + tile_rows);
-      const int64_t keys = VisibleKeys(batch, rows, batch.kv_len[b], begin, end);
-      tiles.push_back({keys + kPrefillTileCost,
-                       {begin / tile_rows, first, rows, batch.kv_indptr[b], batch.kv_len[b], b,
-                        /*unused=*/{0, 0}}});
-      if (rows - begin <= tile_rows) break;  // the next begin might not fit
+    const int32_t num_tiles = rows / tile_rows + (rows % tile_rows != 0);
+    const int32_t first_tile = static_cast<int32_t>(s.tiles.size());
+    int64_t longest = 0;
+    for (int32_t t = num_tiles - 1; t >= 0; --t) {  // under a causal mask the last is the longest
+      const int64_t begin = static_cast<int64_t>(t) * tile_rows;
+      const int64_t end = std::min<int64_t>(rows, begin + tile_rows);
+      costs.push_back(VisibleKeys(batch, rows, batch.kv_len[b], begin, end) + kPrefillTileCost);
+      longest = std::max(longest, costs.back());
+      s.tiles.push_back(
+          {t, first, rows, batch.kv_indptr[b], batch.kv_len[b], b, /*unused=*/{0, 0}});
     }
+    requests.push_back({first_tile, num_tiles, longest});
   }
-  // The longest first, so that the short ones fill what is left.
-  std::stable_sort(tiles.begin(), tiles.end(),
-                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::stable_sort(requests.begin(), requests.end(),
+                   [](const Request& a, const Request& b) { return a.longest > b.longest; });
   s.num_groups = std::gcd(num_sm, batch.num_qo_heads);
   const int32_t num_blocks = num_sm / s.num_groups, num_heads = batch.num_qo_heads / s.num_groups;
+  std::vector<Work> works;
+  works.reserve(s.tiles.size() * num_heads);
+  for (const Request& request : requests) {
+    for (int32_t head = 0; head < num_heads; ++head) {
+      for (int32_t t = request.first_tile; t < request.first_tile + request.num_tiles; ++t) {
+        works.push_back({costs[t], t, head});
+      }
+    }
+  }
+  const int64_t balanced = std::min<int64_t>(works.size(), int64_t{kBalancedWorks} * num_blocks);
+  std::stable_sort(works.end() - balanced, works.end(),
+                   [](const Work& a, const Work& b) { return a.cost > b.cost; });
   using Load = std::pair<int64_t, int32_t>;  // cost, block
   std::priority_queue<Load, std::vector<Load>, std::greater<Load>> loads;
   for (int32_t i = 0; i < num_blocks; ++i) loads.push({0, i});
-  std::vector<std::vector<std::pair<int32_t, int32_t>>> works(num_blocks);
-  for (int32_t head = 0; head < num_heads; ++head) {
-    for (size_t t = 0; t < tiles.size(); ++t) {
-      const auto [load, block] = loads.top();
-      loads.pop();
-      loads.push({load + tiles[t].first, block});
-      works[block].push_back({static_cast<int32_t>(t), head});
-    }
+  std::vector<std::vector<const Work*>> of_blocks(num_blocks);
+  for (const Work& work : works) {
+    const auto [load, block] = loads.top();
+    loads.pop();
+    loads.push({load + work.cost, block});
+    of_blocks[block].push_back(&work);
   }
-  for (const auto& [cost, tile] : tiles) s.tiles.push_back(tile);
   s.work_indptr.push_back(0);
-  for (const auto& of_block : works) {
-    for (const auto& [tile, head] : of_block) {
-      s.work_tile.push_back(tile);
-      s.work_head.push_back(head);
+  for (const auto& of_block : of_blocks) {
+    for (const Work* work : of_block) {
+      s.work_tile.push_back(work->tile);
+      s.work_head.push_back(work->head);
     }
     s.work_indptr.push_back(static_cast<int32_t>(s.work_tile.size()));
   }

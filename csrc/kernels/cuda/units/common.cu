@@ -20,6 +20,9 @@ namespace kernels {
 namespace cuda {
 namespace {
 
+/*! \brief Up to so many keys of a KV head for each SM, decode has one block on it. */
+constexpr int64_t kKeysOfOneBlock = 384;
+
 std::vector<int32_t> DecodeRowOffsets(int32_t batch_size) {
   std::vector<int32_t> offsets(batch_size + 1);
   for (int32_t b = 0; b <= batch_size; ++b) offsets[b] = b;
@@ -80,7 +83,11 @@ int BatchPrefillPlan(const PlanArgs& args, CudaStream stream, std::vector<int64_
     if (status != cudaSuccess) return status;
     if (PlanPrefillSM90(args, num_sm, handle, out)) return cudaSuccess;
     // Two blocks run on one SM at a time; splitting keys further than that only adds merge work.
-    const uint32_t max_blocks_if_split = 2 * num_sm / args.num_kv_heads;
+    // In short steps of decode that work weighs more than a second block.
+    const int64_t num_keys = int64_t{args.kv_indptr[args.batch_size]} * args.page_size;
+    const bool is_short = args.num_rows == args.batch_size &&
+                          num_keys * args.num_kv_heads <= kKeysOfOneBlock * num_sm;
+    const uint32_t max_blocks_if_split = (is_short ? 1 : 2) * num_sm / args.num_kv_heads;
 
     const bool is_decode = args.qo_indptr == nullptr;
     std::vector<int32_t> decode_rows;
