@@ -36,6 +36,8 @@ class Extras:
         0 for none.
     alibi_slopes, sinks : numpy.ndarray, optional
         One value per query head.
+    bias : numpy.ndarray, optional
+        Added to scores: what can be broadcast to (query heads, rows, keys).
     alibi_by_position : bool
         Slopes multiply positions of keys less those of rows, not the distance from the diagonal.
     rope : dict, optional
@@ -51,6 +53,7 @@ class Extras:
     window_left: int = -1
     soft_cap: float = 0.0
     alibi_slopes: np.ndarray | None = None
+    bias: np.ndarray | None = None
     sinks: np.ndarray | None = None
     alibi_by_position: bool = False
     rope: dict[str, Any] | None = None
@@ -170,6 +173,8 @@ def _attend(
         if extras.alibi_by_position:
             distance = extras.k_positions[None, :] - extras.q_positions[:, None]
         s = s + extras.alibi_slopes.astype(real)[:, None, None] * distance.astype(real)
+    if extras.bias is not None:
+        s = s + extras.bias.astype(real)
     s = np.where(seen[None], s, -np.inf)
     if extras.sinks is not None:
         column = np.broadcast_to(extras.sinks.astype(real)[:, None, None], (num_qo_heads, n, 1))

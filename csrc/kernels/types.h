@@ -104,11 +104,27 @@ struct PagedKV {
 };
 
 /*!
+ * \brief A number for every row, key and head of requests of equal length, which is added to the
+ * score: that of row i and key j of request b and its query head h lies at
+ * (b / heads_as_requests) * stride_sequence + (b % heads_as_requests + h) * stride_head +
+ * i * stride_row + j * stride_key. Where there is one number for all of something, its stride is 0.
+ */
+struct ScoreBias {
+  const void* data;  // null for none
+  DType dtype;       // that of queries, or float32
+  int32_t heads_as_requests;
+  int64_t stride_sequence;
+  int64_t stride_head;
+  int64_t stride_row;
+  int64_t stride_key;
+};
+
+/*!
  * \brief What attention may do besides; the default is none of it.
  *
  * Scores are s = sm_scale * q.k, then cap * tanh(s / cap) if a cap is set, then
- * s + slope * (j - i - kv_len + qo_len) with slopes. A sink adds exp(sink) to the denominator of
- * its query head and counts in the lse.
+ * s + slope * (j - i - kv_len + qo_len) with slopes, and s + bias with a bias. A sink adds
+ * exp(sink) to the denominator of its query head and counts in the lse.
  */
 struct AttentionExtras {
   /*!
@@ -149,6 +165,7 @@ struct AttentionExtras {
   const float* alibi_slopes;  // (num_qo_heads,), or null
   /*! \brief Slopes multiply the position of the key less that of the row, as given below. */
   bool alibi_by_position;
+  ScoreBias bias;
   const float* sinks;  // (num_qo_heads,), or null
 
   /*!

@@ -121,6 +121,12 @@ class CacheCall {
   void SetTree(const TensorView& tree_indptr, const TensorView& tree_mask);
   /*! \brief After the keys. */
   void SetPackedMask(const TensorView& mask_indptr, const TensorView& packed_mask);
+  /*!
+   * \brief After the keys, which are those of requests of equal length. The bias is (sequences,
+   * heads, rows, keys), each of which may be 1 for one number for all; a sequence is as many
+   * requests.
+   */
+  void SetBias(const TensorView& bias, int64_t heads_as_requests);
   /*! \brief After the keys. */
   void SetRotary(const RotaryInputs& rotary);
 

@@ -93,6 +93,7 @@ void RunDense(const BoundAttention& bound, const DenseInputs& in) {
   if (in.packed_mask.has_value()) {
     call.SetPackedMask(in.mask_indptr.value(), in.packed_mask.value());
   }
+  if (in.bias.has_value()) call.SetBias(in.bias.value(), in.heads_as_requests);
   call.Run();
 }
 
@@ -148,7 +149,7 @@ void RunSingle(const BoundAttention& bound, const TensorView& q, const TensorVie
   Reshaped out(o, {1, n, heads, dim}, {n * heads * dim, heads * dim, dim, 1});
   const double sm_scale = 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(rows.size(3), 1)));
   RunDense(bound, {rows, keys.view(), values.view(), out.view(), std::nullopt, causal, sm_scale,
-                   std::nullopt, std::nullopt});
+                   std::nullopt, std::nullopt, std::nullopt});
 }
 
 }  // namespace

@@ -22,6 +22,9 @@ struct DenseInputs {
   // A packed mask, as in CacheCall::SetPackedMask; both or neither.
   Optional<TensorView> mask_indptr;
   Optional<TensorView> packed_mask;
+  // As in CacheCall::SetBias.
+  Optional<TensorView> bias;
+  int64_t heads_as_requests = 1;
 };
 
 void RunDense(const BoundAttention& bound, const DenseInputs& in);

@@ -46,7 +46,8 @@ class FlatRows {
 void AttentionDense(TensorView q, TensorView k, TensorView v, int64_t causal, int64_t window_left,
                     double logits_soft_cap, double sm_scale, TensorView o) {
   const BoundAttention bound("attention_dense", CacheSlot::kDense, window_left, logits_soft_cap);
-  RunDense(bound, {q, k, v, o, std::nullopt, causal, sm_scale, std::nullopt, std::nullopt});
+  RunDense(bound,
+           {q, k, v, o, std::nullopt, causal, sm_scale, std::nullopt, std::nullopt, std::nullopt});
 }
 
 void AttentionDenseMasked(TensorView q, TensorView k, TensorView v, TensorView mask_indptr,
@@ -54,7 +55,17 @@ void AttentionDenseMasked(TensorView q, TensorView k, TensorView v, TensorView m
                           double logits_soft_cap, double sm_scale, TensorView o) {
   const BoundAttention bound("attention_dense_masked", CacheSlot::kDense, window_left,
                              logits_soft_cap);
-  RunDense(bound, {q, k, v, o, std::nullopt, causal, sm_scale, mask_indptr, packed_mask});
+  RunDense(bound,
+           {q, k, v, o, std::nullopt, causal, sm_scale, mask_indptr, packed_mask, std::nullopt});
+}
+
+void AttentionDenseBiased(TensorView q, TensorView k, TensorView v, TensorView bias,
+                          int64_t heads_as_requests, int64_t causal, int64_t window_left,
+                          double logits_soft_cap, double sm_scale, TensorView o) {
+  const BoundAttention bound("attention_dense_biased", CacheSlot::kDense, window_left,
+                             logits_soft_cap);
+  RunDense(bound, {q, k, v, o, std::nullopt, causal, sm_scale, std::nullopt, std::nullopt, bias,
+                   heads_as_requests});
 }
 
 void AttentionRagged(TensorView q, TensorView k, TensorView v, TensorView qo_indptr,

@@ -98,6 +98,9 @@ void AttentionDense(TensorView q, TensorView k, TensorView v, int64_t causal, in
 void AttentionDenseMasked(TensorView q, TensorView k, TensorView v, TensorView mask_indptr,
                           TensorView packed_mask, int64_t causal, int64_t window_left,
                           double logits_soft_cap, double sm_scale, TensorView o);
+void AttentionDenseBiased(TensorView q, TensorView k, TensorView v, TensorView bias,
+                          int64_t heads_as_requests, int64_t causal, int64_t window_left,
+                          double logits_soft_cap, double sm_scale, TensorView o);
 void AttentionRagged(TensorView q, TensorView k, TensorView v, TensorView qo_indptr,
                      TensorView kv_indptr, int64_t causal, int64_t window_left,
                      double logits_soft_cap, double sm_scale, TensorView o);

@@ -13,6 +13,7 @@
   X(batch_mla_run, BatchMLARun)                                            \
   X(attention_dense, AttentionDense)                                       \
   X(attention_dense_masked, AttentionDenseMasked)                          \
+  X(attention_dense_biased, AttentionDenseBiased)                          \
   X(attention_ragged, AttentionRagged)                                     \
   X(attention_paged, AttentionPaged)                                       \
   X(attention_paged_decode, AttentionPagedDecode)                          \

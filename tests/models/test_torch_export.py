@@ -22,6 +22,7 @@ from tvm.relax.frontend.torch import from_exported_program  # noqa: E402
 sdpa = torch.nn.functional.scaled_dot_product_attention
 DENSE = "flashinfer.attention_dense"
 MASKED = "flashinfer.attention_dense_masked"
+BIASED = "flashinfer.attention_dense_biased"
 
 
 def exported(function: Callable[..., Any], args: tuple, dynamic: Any = None) -> tvm.IRModule:
@@ -235,11 +236,33 @@ def test_multihead_attention() -> None:
     check(lambda x: layer(x, x, x, need_weights=False)[0].detach(), (x,), [DENSE])
 
 
-def test_added_numbers_are_refused() -> None:
-    """A mask of any numbers stays with TVM, and is named."""
-    from tvm_flashinfer.relax import StrictModeError
+@pytest.mark.parametrize("shape", [(2, 1, 5, 7), (1, 4, 5, 7), (5, 7)], ids=str)
+def test_added_numbers(shape: tuple[int, ...]) -> None:
+    """A mask of any numbers, such as those of relative positions."""
+    args = (*qkv(), torch.randn(shape))
+    check(lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), args, [BIASED])
 
-    args = (*qkv(), torch.randn(2, 1, 5, 7))
-    mod = exported(lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), args)
-    with pytest.raises(StrictModeError, match="added to scores"):
-        dispatched(mod, strict=True)
+
+def test_relative_positions() -> None:
+    """T5: a table of buckets that is looked up, and no scale."""
+    torch.manual_seed(0)
+    table = torch.randn(8, 4)
+
+    def attention(q, k, v):
+        places = torch.arange(7)[None] - torch.arange(5)[:, None]
+        bias = table[places.clamp(-4, 3) + 4].permute(2, 0, 1)[None]
+        return torch.softmax(q @ k.transpose(-1, -2) + bias, -1) @ v
+
+    check(attention, qkv(), [BIASED])
+
+
+def test_alibi() -> None:
+    """Slopes of distances beside a causal mask."""
+
+    def attention(q, k, v):
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(1, 4, 1, 1)
+        scores = q @ k.transpose(-1, -2) / 4 + slopes * torch.arange(7).float()
+        seen = torch.ones(7, 7, dtype=torch.bool).tril()
+        return torch.softmax(scores.masked_fill(~seen, float("-inf")), -1) @ v
+
+    check(attention, qkv(rows=7), [BIASED])

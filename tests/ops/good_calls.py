@@ -135,6 +135,13 @@ class Maker(RowMaker):
         inputs = {name: args[name] for name in "qkv"}
         return inputs | mask | {name: x for name, x in args.items() if name not in inputs}
 
+    def dense_biased(self) -> Args:
+        """The same with a bias."""
+        args = self.dense(o_last=True)
+        bias = {"bias": self.given(1, 4, 3, 9, dtype="float32"), "heads_as_requests": 1}
+        inputs = {name: args[name] for name in "qkv"}
+        return inputs | bias | {name: x for name, x in args.items() if name not in inputs}
+
     def ragged(self) -> Args:
         """Rows of all requests in one tensor."""
         return {
@@ -239,6 +246,7 @@ MAKERS: dict[str, Callable[[Maker], Args | Example]] = {
     "batch_mla_run": lambda m: m.mla(True),
     "attention_dense": lambda m: m.dense(o_last=True),
     "attention_dense_masked": Maker.dense_masked,
+    "attention_dense_biased": Maker.dense_biased,
     "attention_ragged": Maker.ragged,
     "attention_paged": lambda m: m.paged(rows=True),
     "attention_paged_decode": lambda m: m.paged(rows=False),

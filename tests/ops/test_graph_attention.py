@@ -1,4 +1,4 @@
-"""The calls of compiled graphs: `attention_dense`, `_dense_masked`, `_ragged` and `_paged`."""
+"""The calls of compiled graphs: `attention_dense`, `_masked`, `_biased`, `_ragged` and `_paged`."""
 
 from __future__ import annotations
 
@@ -63,6 +63,77 @@ def test_masked(ops, device, rng, shape, causal):
     o = poisoned(arrays[0].shape, "float16", device)
     ops.attention_dense_masked(*tensors, int(causal), -1, 0.0, SCALE, o.tensor)
     _check(device, o, arrays, [Extras(causal=causal, mask=mask) for mask in masks])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", ["same", "float32"])
+@pytest.mark.parametrize(
+    "whole", [(3, 4, 7, 21), (1, 4, 7, 21), (3, 1, 1, 21), (1, 1, 7, 21), (3, 4, 7, 1)], ids=str
+)
+def test_biased(ops, device, rng, dtype, stored, whole):
+    """Sizes of 1 stand for all; some keys are hidden by minus infinity, and all of one row."""
+    needs_cache_kernel(device, dtype, 64)
+    arrays = _inputs(rng, (3, 7, 21, 64), dtype)
+    bias = normal(rng, whole, dtype if stored == "same" else stored)
+    bias[rng.random(whole) < 0.2] = -np.inf
+    if whole[2] > 1:
+        bias[:, :, 3] = -np.inf
+    tensors = [to_device(x, device).tensor for x in (*arrays, bias)]
+    o = poisoned(arrays[0].shape, dtype, device)
+    ops.attention_dense_biased(*tensors, 1, 0, -1, 0.0, SCALE, o.tensor)
+    _check(device, o, arrays, _biased(bias))
+
+
+def _biased(bias: np.ndarray, **others: Any) -> list[Extras]:
+    """Three requests of four heads, seven rows and 21 keys."""
+    return [Extras(bias=x, **others) for x in np.broadcast_to(bias, (3, 4, 7, 21))]
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 9, 64), (1, 40, 700, 128), (2, 300, 130, 64)], ids=str)
+def test_biased_beside_the_rest(ops, device, rng, shape):
+    """Causal, a window, a cap before it, and a bias with gaps between its rows and heads."""
+    arrays = _inputs(rng, shape)
+    batch, n, m, _ = shape
+    bias = normal(rng, (batch, HEADS[0], n, m), "float32")
+    # Rows before heads, and keys at a distance of 2.
+    step = 2 * m + 3
+    strides = [n * HEADS[0] * step, step, HEADS[0] * step, 2]
+    view = to_device(bias, device, strides=strides).tensor
+    tensors = [to_device(x, device).tensor for x in arrays]
+    o = poisoned(arrays[0].shape, "float16", device)
+    ops.attention_dense_biased(*tensors, view, 1, 1, 60, 3.0, SCALE, o.tensor)
+    extras = [Extras(causal=True, window_left=60, soft_cap=3.0, bias=x) for x in bias]
+    _check(device, o, arrays, extras)
+
+
+@pytest.mark.parametrize("whole", [(2, 4, 7, 21), (1, 4, 7, 21), (2, 1, 1, 21)], ids=str)
+def test_biased_heads_as_requests(ops, device, rng, whole):
+    """Every four requests are the heads of a sequence."""
+    q, k, v = (normal(rng, (8, length, 1, 64), "float16") for length in (7, 21, 21))
+    bias = normal(rng, whole, "float32")
+    tensors = [to_device(x, device).tensor for x in (q, k, v, bias)]
+    o = poisoned(q.shape, "float16", device)
+    ops.attention_dense_biased(*tensors, 4, 0, -1, 0.0, SCALE, o.tensor)
+    each = np.broadcast_to(bias, (2, 4, 7, 21)).reshape(8, 1, 7, 21)
+    _check(device, o, [q, k, v], [Extras(bias=x) for x in each])
+
+
+def test_biases_that_do_not_fit(ops, device, rng):
+    """A size, a dtype, and heads that are no requests."""
+    arrays = _inputs(rng, (3, 7, 21, 64))
+    tensors = [to_device(x, device).tensor for x in arrays]
+    o = poisoned(arrays[0].shape, "float16", device)
+    numbers = (0, -1, 0.0, SCALE, o.tensor)
+    for shape, dtype, heads, error, says in (
+        ((3, 2, 7, 21), "float32", 1, ValueError, "here \\(3, 4, 7, 21\\)"),
+        ((4, 7, 21), "float32", 1, ValueError, "4 dimensions"),
+        ((3, 4, 7, 21), "bfloat16", 1, TypeError, "float16 as `q` is, or float32"),
+        ((1, 1, 7, 21), "float32", 3, ValueError, "`heads_as_requests` is 3"),
+        ((1, 1, 7, 21), "float32", 0, ValueError, "`heads_as_requests`"),
+    ):
+        bias = to_device(normal(rng, shape, dtype), device).tensor
+        with refused(error, "attention_dense_biased", says):
+            ops.attention_dense_biased(*tensors, bias, heads, *numbers)
 
 
 @pytest.mark.parametrize("leading", [False, True])

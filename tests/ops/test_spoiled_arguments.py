@@ -103,6 +103,8 @@ ALLOWED = [
     (".*", "q|k|v|[kv]_pages|q_nope|q_pe|ckv|kpe|qkv", r"gaps|axis \d repeated"),
     (r".*\(\)|attention_paged.*", "pages", r"gaps|axis \d repeated"),
     (".*rmsnorm|.*_and_mul", "x|residual", r"gaps|axis \d repeated"),
+    # One for all of a dimension, or one for each.
+    ("attention_dense_biased", "bias", r"gaps|sparse|axis \d repeated|axis 0 longer"),
     # More positions or fewer, and no rotated dimension.
     (".*", "cos_sin_cache", "axis 0 (shorter|longer)|axis 1 empty"),
     # Outputs that may be slices of fused projections.

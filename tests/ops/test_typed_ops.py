@@ -73,6 +73,20 @@ def test_dense(rng, device, put, masked):
         assert_request(host(o, device)[b], None, q[b], k[b], v[b], extras, SCALE, f"request {b}")
 
 
+def test_dense_with_a_bias(rng, device, put):
+    q = normal(rng, (2, 5, 4, 64), "float16")
+    k, v = (normal(rng, (2, 12, 2, 64), "float16") for _ in range(2))
+    bias = normal(rng, (1, 4, 5, 12), "float16")
+    args = [put(x) for x in (q, k, v)]
+    o = typed.attention(*args, bias=put(bias), causal=True, sm_scale=SCALE)
+    for b in range(2):
+        extras = Extras(causal=True, bias=bias[0])
+        assert_request(host(o, device)[b], None, q[b], k[b], v[b], extras, SCALE, f"request {b}")
+    mask = tuple(put(x) for x in typed.pack_mask(np.ones((2, 5, 12), bool)))
+    with pytest.raises(ValueError, match="minus infinity"):
+        typed.attention(*args, bias=put(bias), mask=mask)
+
+
 def test_ragged(rng, device, put):
     batch = make_batch(rng, Spec((9, 0, 30), (3, 2, 30), layout="NHD"), paged=False)
     spec = batch.spec

@@ -39,8 +39,6 @@ from relax_in_numpy import run_in_numpy
 from tvm import relax as rx
 from tvm.ir import assert_structural_equal
 
-from tvm_flashinfer.relax import FallbackWarning
-
 
 def numbers_of(mod: tvm.IRModule) -> list[float]:
     """The causal flag, the window, the cap and the scale of the only call."""
@@ -240,7 +238,7 @@ def test_mask_and_causal(rng: np.random.Generator) -> None:
 
 
 def test_attention_mask_of_integers(rng: np.random.Generator) -> None:
-    """Served where the user says that it holds 0 and 1 alone."""
+    """Added as numbers; where the user says that it holds 0 and 1 alone it becomes bits."""
 
     def body(emit, q, k, v, ints):
         def change(emit, scores):
@@ -251,14 +249,17 @@ def test_attention_mask_of_integers(rng: np.random.Generator) -> None:
         return products(emit, q, k, v, change)
 
     mod = module(tensors({**BNSH, "ints": ("b", "n")}), body)
-    with pytest.warns(FallbackWarning, match="binary_masks=True"):
-        assert_structural_equal(without_report(dispatched(mod)), mod)
+    plain = dispatched(mod, strict=True)
+    assert called(plain) == ["flashinfer.attention_dense_biased"]
+    assert "binary_masks=True" in rows(plain)[0].reasons[0]
     after = dispatched(mod, binary_masks=True, strict=True)
     assert called(after) == [MASKED]
     arrays = random(rng, *[(2, 4, 9, 32)] * 3)
     ints = (np.arange(9)[None] < np.array([[4], [9]])).astype("int64")
-    got, want = run(after, *arrays, ints), run_in_numpy(mod, *arrays, ints)
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    want = run_in_numpy(mod, *arrays, ints)
+    for rewritten in (plain, after):
+        got = run(rewritten, *arrays, ints)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 def grouped_repeat(emit, q, k, v):

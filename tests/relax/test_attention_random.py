@@ -52,7 +52,12 @@ class Maker:
         self.batch, self.rows = self.size("b", b), self.size("n", n)
         self.keys = self.rows if n == m and self.one_of(2) else self.size("m", m)
         self.params: list[rx.Var] = []
-        self.masks = self.make_masks()
+        shapes = self.mask_shapes()
+        self.masks = [self.param(f"seen{i}", shape, "bool") for i, shape in enumerate(shapes)]
+        self.biases = {
+            dtype: [self.param(f"{dtype}{i}", shape, dtype) for i, shape in enumerate(shapes[4:])]
+            for dtype in dict.fromkeys((self.dtype, "float32"))
+        }
 
     def one_of(self, count: int) -> bool:
         """True once in so many times."""
@@ -82,14 +87,13 @@ class Maker:
         self.params.append(rx.Var(name, rx.TensorType(shape, dtype)))
         return self.params[-1]
 
-    def make_masks(self) -> list[rx.Var]:
-        """Parameters that masks are made of."""
+    def mask_shapes(self) -> list[list[Any]]:
+        """Of parameters that masks and biases are made of."""
         b, h, n, m = self.batch, self.heads, self.rows, self.keys
-        shapes = [
+        return [
             [n, m], [1, m], [m], [n, 1], [1, 1, n, m], [b, 1, 1, m], [b, 1, n, m], [b, h, n, m],
             [1, h, n, m], [h, n, m],
         ]  # fmt: skip
-        return [self.param(f"seen{i}", shape, "bool") for i, shape in enumerate(shapes)]
 
     def scaled(self, x: rx.Expr) -> rx.Expr:
         """A product with a number, spelt in one of several ways; or with several numbers."""
@@ -187,7 +191,8 @@ class Maker:
     def masked(self, scores: rx.Expr) -> rx.Expr:
         """Scores some of which are hidden, or none."""
         dtype = str(scores.ty.dtype)
-        kind = self.pick("none", "kept", "filled", "added", "product", "constant", "clamped")
+        kinds = ("none", "kept", "filled", "added", "product", "constant", "clamped", "numbers")
+        kind = self.pick(*kinds)
         if kind == "kept":
             return self.emit(op.where(self.seen(), scores, self.low(dtype)))
         if kind == "filled":
@@ -205,6 +210,8 @@ class Maker:
             part = [self.pick(1, self.value(size)) for size in self.shape(scores)]
             hidden = np.where(self.rng.random(part) < 0.6, 0, -np.inf)
             return self.emit(op.add(scores, number(hidden, dtype)))
+        if kind == "numbers":
+            return self.emit(op.add(scores, self.scaled(self.pick(*self.biases[dtype]))))
         if kind == "clamped":
             self.finite = True
             return self.emit(op.maximum(scores, number(self.pick(-3e4, -1.0), dtype)))
@@ -306,5 +313,5 @@ def test_numbers_stay() -> None:
         np.testing.assert_allclose(
             *(x.astype("float64") for x in (got, want)), error, error, err_msg=f"seed {seed}"
         )
-    assert len(kinds) == 3
-    assert min(kinds.values()) > SEEDS / 10
+    assert len(kinds) == 4
+    assert min(kinds.values()) > SEEDS / 20

@@ -38,8 +38,13 @@ def products(scale: Any) -> Any:
     return body
 
 
+def with_bias(emit: Any, q: rx.Expr, k: rx.Expr, v: rx.Expr, bias: rx.Expr) -> rx.Expr:
+    return op.nn.attention(q, k, v, bias)
+
+
 FORMS = {
     "attention": (BSNH, operator),
+    "attention_bias": ({**BSNH, "bias": ("b", 4, "n", "n")}, with_bias),
     "attention_var_len": (RAGGED, var_len),
     "attention_products": (SHAPES, products(None)),
     "attention_products_multiplied": (SHAPES, products(op.multiply)),

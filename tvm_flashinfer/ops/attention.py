@@ -83,13 +83,14 @@ def attention(
     v: Tensor,
     *,
     mask: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
     logits_soft_cap: float = 0.0,
     sm_scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend with requests of equal length; ``flashinfer.attention_dense`` and ``_masked``.
+    """Attend with requests of equal length; ``flashinfer.attention_dense`` and its siblings.
 
     Parameters
     ----------
@@ -101,6 +102,10 @@ def attention(
         (batch_size, m, num_kv_heads, head_dim_vo).
     mask : pair of tensors, optional
         What `pack_mask` returns, on the device of q.
+    bias : tensor, optional
+        (batch_size, num_qo_heads, n, m), each of which may be 1 for one number for all; float32, or
+        of the dtype of q. It is added to scores, after their cap. Not beside a mask: where a number
+        is minus infinity the key is hidden.
     causal : bool
         Row i sees keys up to ``i + m - n``.
     window : int, optional
@@ -124,7 +129,13 @@ def attention(
     """
     out = empty(q, (*q.shape[:3], v.shape[-1])) if out is None else out
     numbers = _numbers(q, causal, window, logits_soft_cap, sm_scale)
-    if mask is None:
+    if mask is not None and bias is not None:
+        raise ValueError(
+            "both `mask` and `bias` are given; hide keys by a bias of minus infinity instead"
+        )
+    if bias is not None:
+        function("attention_dense_biased")(q, k, v, bias, 1, *numbers, out)
+    elif mask is None:
         function("attention_dense")(q, k, v, *numbers, out)
     else:
         indptr, packed = mask

@@ -47,10 +47,13 @@ def emit_attention(
     if site.qo_indptr is not None:
         return _ragged(rebuild, site, [q, k, v])
     # A head of a request is a request with one head, whose rows follow each other.
-    per_head = site.masked_per_head or (
-        site.equal_heads and all(x.layout == BNSH for x in (q, k, v))
-    )
-    mask = _mask(rebuild, site, per_head) if site.masks else []
+    heads_first = site.equal_heads and all(x.layout == BNSH for x in (q, k, v))
+    per_head = heads_first or (site.masked_per_head and not site.biased)
+    if site.biased:
+        requests = static(site.q.size("N")) if per_head else 1
+        mask = [_bias(rebuild, site), rx.prim_value(tvm.tirx.const(requests, "int64"))]
+    else:
+        mask = _mask(rebuild, site, per_head) if site.masks else []
     move = _per_head if per_head else _lengths_first
     result = _dense(rebuild, site, [move(rebuild, x) for x in (q, k, v)], mask)
     result = rebuild.cut(result, site, vo)
@@ -133,18 +136,50 @@ def _lengths_first(rebuild: _Rebuild, x: Operand) -> rx.Expr:
     return rebuild.arranged(x, BSNH)
 
 
-def _mask(rebuild: _Rebuild, site: AttentionSite, per_head: bool) -> list[rx.Expr]:
-    """Emit the packed mask of all conditions, and return its offsets and its bytes."""
+def _seen(rebuild: _Rebuild, site: AttentionSite) -> rx.Expr:
+    """Emit booleans of four dimensions, which are true where all conditions hold."""
     seen = None
     for mask in site.masks:
         made = rebuild.emit(mask.make(rebuild.emit, rebuild.renewed))
         made = rebuild.emit(rebuild.reshaped(made, site.mask_shape(mask)))
         seen = made if seen is None else rebuild.emit(rx.op.logical_and(seen, made))
-    keys = site.keys
-    if site.sliced:
-        keys = site.rows
-        if static(seen.ty.shape[3]) != 1:
-            seen = rebuild.emit(rx.op.strided_slice(seen, [3], [0], [keys], assume_inbound=True))
+    return seen
+
+
+def _first_keys(rebuild: _Rebuild, site: AttentionSite, tensor: rx.Expr) -> rx.Expr:
+    """Return what belongs to the keys that are left; keys are the last dimension."""
+    if not site.sliced or static(tensor.ty.shape[3]) == 1:
+        return tensor
+    return rebuild.emit(rx.op.strided_slice(tensor, [3], [0], [site.rows], assume_inbound=True))
+
+
+def _bias(rebuild: _Rebuild, site: AttentionSite) -> rx.Expr:
+    """Emit all that is added to scores as one tensor; minus infinity where a condition fails."""
+    total = None
+    for bias in site.biases:
+        made = rebuild.emit(rebuild.reshaped(rebuild.renewed(bias.expr), site.mask_shape(bias)))
+        dtype = str(made.ty.dtype)
+        if dtype != "float32" and (dtype != site.q.dtype or total is not None):
+            made, dtype = rebuild.emit(rx.op.astype(made, "float32")), "float32"
+        if bias.factor != 1:
+            made = rebuild.emit(rx.op.multiply(made, rx.const(bias.factor, dtype)))
+        if total is not None:
+            if str(total.ty.dtype) != "float32":
+                total = rebuild.emit(rx.op.astype(total, "float32"))
+            made = rebuild.emit(rx.op.add(total, made))
+        total = made
+    if site.masks:
+        if total is None:
+            total = rx.const(0, site.q.dtype)
+        hidden = rx.const(float("-inf"), str(total.ty.dtype))
+        total = rebuild.emit(rx.op.where(_seen(rebuild, site), total, hidden))
+    return _first_keys(rebuild, site, total)
+
+
+def _mask(rebuild: _Rebuild, site: AttentionSite, per_head: bool) -> list[rx.Expr]:
+    """Emit the packed mask of all conditions, and return its offsets and its bytes."""
+    seen = _first_keys(rebuild, site, _seen(rebuild, site))
+    keys = site.rows if site.sliced else site.keys
     requests, heads = site.q.size("B"), site.q.size("N") if per_head else 1
     each = packed_mask_bytes(site.rows, keys)
     packed = rebuild.call_te(packed_mask, seen, requests, heads, site.rows, keys)

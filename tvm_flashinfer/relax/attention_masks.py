@@ -115,10 +115,7 @@ class MaskReader:
             return self.added(value.args[0], factor)
         if name in _VIEWS:
             return [_viewed(seen, value) for seen in self.added(value.args[0], factor)]
-        raise UnprovenMaskError(
-            f"{_text(value)} is added to scores, and is not known to be either 0 or {HIDDEN:g} and "
-            "less; no kernel adds other numbers"
-        )
+        raise UnprovenMaskError(_of_other_numbers(value))
 
     def seen(self, expr: rx.Expr, negated: bool = False) -> list[Seen]:
         """Return the conditions under which booleans are true, or false."""
@@ -185,9 +182,9 @@ class MaskReader:
             line = None if array is None else _band(array.astype(bool))
             return [_maybe_negated(_tensor(expr, line, as_bool=True), negated)]
         raise UnprovenMaskError(
-            f"the mask is made from {_text(value)}, which is not known to hold 0 and 1 alone; if "
-            "it does, tell with DispatchAttention(binary_masks=True), or make it boolean in the "
-            "model"
+            f"the mask is made from {_text(value)}, which is not known to hold 0 and 1 alone, and "
+            "is added as numbers; if it does, tell with DispatchAttention(binary_masks=True), or "
+            "make it boolean in the model"
         )
 
     def _chosen(self, where: rx.Call, negated: bool) -> list[Seen] | None:
@@ -213,9 +210,8 @@ class MaskReader:
         hidden = values <= HIDDEN
         if not (hidden | (values == 0)).all():
             raise UnprovenMaskError(
-                "a constant that has other numbers than 0 and those that hide a key, such as "
-                f"{values[~hidden & (values != 0)].flat[0]:g}, is added to scores; no kernel adds "
-                "them"
+                "a constant is added to scores that has other numbers than 0 and those that hide a "
+                f"key, such as {values[~hidden & (values != 0)].flat[0]:g}"
             )
         self.finite |= bool(np.isfinite(values[hidden]).any())
         seen = rx.const(~hidden)
@@ -231,10 +227,7 @@ class MaskReader:
             if value * factor <= HIDDEN:
                 self.finite |= math.isfinite(value)
                 return self.ones(other, negated=True)
-        raise UnprovenMaskError(
-            f"{_text(call)} is added to scores, and is not known to be either 0 or {HIDDEN:g} and "
-            "less; no kernel adds other numbers"
-        )
+        raise UnprovenMaskError(_of_other_numbers(call))
 
     def hides(self, expr: rx.Expr, factor: float) -> bool:
         """Return whether a uniform tensor hides every key whose score it takes the place of."""
@@ -339,6 +332,13 @@ def _band(seen: np.ndarray) -> Affine | None:
             slopes = (*(0,) * (seen.ndim - 2), -sign, sign)
             return Affine(with_flat_units(slopes, seen.shape), -last)
     return None
+
+
+def _of_other_numbers(value: rx.Expr) -> str:
+    return (
+        f"{_text(value)} is added to scores, which is not known to be either 0 or {HIDDEN:g} and "
+        "less"
+    )
 
 
 def _text(value: rx.Expr) -> str:

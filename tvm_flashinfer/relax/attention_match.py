@@ -18,6 +18,7 @@ from tvm_flashinfer.relax.attention_site import (
     BNSH,
     BSNH,
     AttentionSite,
+    Bias,
     Operand,
 )
 from tvm_flashinfer.relax.graph import VIEWS, Graph, axes, has_shape, op_name, shape_of
@@ -37,6 +38,8 @@ class _Found:
     inner: list[rx.Var] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     conditions: list[Seen] = field(default_factory=list)
+    biases: list[Bias] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     soft_cap: float = 0.0
 
     def step(self, expr: rx.Expr) -> rx.Expr:
@@ -96,6 +99,7 @@ def read_products(
         site.scale *= found.soft_cap
     site.problems += [*found.problems, *_leaks(found, root_var)]
     site.add_conditions(found.conditions)
+    site.biases, site.notes = found.biases, found.notes
     if found.reader.finite and site.masks:
         site.notes.append("a row whose keys are all masked gives 0, not a mean of the values")
     return site
@@ -257,12 +261,21 @@ def _read_step(found: _Found, step: _Step, factor: float) -> float:
     if step.kind == "selected":
         found.conditions += _selected(found, *step.value, factor)
     elif step.kind == "relax.add":
-        found.conditions += reader.added(step.value[0], factor)
+        _read_added(found, step.value[0], factor)
     elif step.kind == "relax.subtract":
         raise UnprovenMaskError("a tensor is subtracted from scores, which no kernel does")
     elif not reader.hides(step.value[0], factor):  # of relax.maximum
         raise UnprovenMaskError("scores are clamped from below, which no kernel does")
     return factor
+
+
+def _read_added(found: _Found, tensor: rx.Expr, factor: float) -> None:
+    """Read a tensor that is added to scores: what is not known to hide keys is a bias."""
+    try:
+        found.conditions += found.reader.added(tensor, factor)
+    except UnprovenMaskError as error:
+        found.biases.append(Bias(tensor, factor))
+        found.notes.append(str(error))
 
 
 def _constant(found: _Found, step: _Step) -> float:

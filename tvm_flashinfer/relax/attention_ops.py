@@ -12,6 +12,7 @@ from tvm_flashinfer.relax.attention_site import (
     BSNH,
     TOP_LEFT,
     AttentionSite,
+    Bias,
     Operand,
     provably_at_most,
     static,
@@ -86,12 +87,13 @@ def _causal_problems(site: AttentionSite) -> list[str]:
 
 
 def _read_bias(site: AttentionSite, graph: Graph, bias: rx.Expr, binary_masks: bool) -> None:
-    """Read a bias that hides keys; nothing is added to a score by kernels."""
+    """Read a bias: what is known to hide keys and nothing else becomes a mask."""
     reader = MaskReader(graph, binary_masks)
     try:
         conditions = reader.added(bias)
     except UnprovenMaskError as error:
-        site.problems.append(str(error))
+        site.biases.append(Bias(bias))
+        site.notes.append(str(error))
         return
     site.add_conditions(conditions)
     if reader.finite and site.masks:

@@ -53,6 +53,19 @@ class Operand:
         return str(self.expr.ty.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """A tensor that is added to scores, after it is multiplied by a number."""
+
+    expr: rx.Expr
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Its sizes; it can be broadcast to scores."""
+        return tuple(self.expr.ty.shape.values)
+
+
 @dataclass(eq=False)
 class AttentionSite:
     """What one attention of a model computes.
@@ -81,6 +94,8 @@ class AttentionSite:
         Where requests start, when the rows of all of them follow each other.
     masks : list of Seen
         Other conditions, all of which hold for a key that a row sees.
+    biases : list of Bias
+        Tensors that are added to scores, after their cap.
     notes : list of str
         What there is to know about the rewritten site.
     problems : list of str
@@ -101,6 +116,7 @@ class AttentionSite:
     qo_indptr: rx.Expr | None = None
     kv_indptr: rx.Expr | None = None
     masks: list[Seen] = field(default_factory=list)
+    biases: list[Bias] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -109,7 +125,13 @@ class AttentionSite:
         """The packed function that serves it."""
         if self.qo_indptr is not None:
             return "flashinfer.attention_ragged"
-        return f"flashinfer.attention_dense{'_masked' if self.masks else ''}"
+        suffix = "_biased" if self.biased else "_masked" if self.masks else ""
+        return f"flashinfer.attention_dense{suffix}"
+
+    @property
+    def biased(self) -> bool:
+        """Whether the kernel adds numbers to scores, which then hide keys too."""
+        return bool(self.biases) or (self.masked_per_head and not self.equal_heads)
 
     @property
     def rows(self) -> Any:
@@ -136,15 +158,16 @@ class AttentionSite:
         """Whether some mask differs between heads."""
         return any(len(x.shape) > 2 and static(self.mask_shape(x)[1]) != 1 for x in self.masks)
 
-    def mask_shape(self, mask: Seen) -> tuple[Any, ...]:
-        """Return the shape of a mask with four dimensions: requests, heads, rows and keys."""
+    def mask_shape(self, mask: Seen | Bias) -> tuple[Any, ...]:
+        """Return the shape of a mask or bias as (requests, heads, rows, keys)."""
         rank = len(mask.shape)
         requests, heads = self.q.size("B"), self.q.size("N")
         if rank == 3 and not provably_equal(mask.shape[0], heads):
             if provably_equal(mask.shape[0], requests * heads):
                 return (requests, heads, *mask.shape[1:])
         if rank == 5:
-            return (mask.shape[0], *mask.shape[2:])
+            requests, kv_heads, group, *others = mask.shape
+            return (requests, kv_heads * group, *others)
         return (1,) * (4 - rank) + tuple(mask.shape)
 
     def add_conditions(self, conditions: Sequence[Seen]) -> None:

@@ -96,16 +96,14 @@ def _causal(site: AttentionSite) -> list[str]:
 
 def _masks(site: AttentionSite) -> list[str]:
     whole = (site.q.size("B"), site.q.size("N"), site.rows, site.keys)
-    for mask in site.masks:
-        shape = site.mask_shape(mask)
-        groups = len(mask.shape) == 5 and {static(size) for size in mask.shape[1:3]} != {1}
-        if groups or not all(
-            static(size) == 1 or provably_equal(size, full)
-            for size, full in zip(shape, whole, strict=True)
-        ):
-            return [f"a mask has shape {mask.shape}, which is not that of scores {whole}"]
-    if site.masked_per_head and not site.equal_heads:
-        return ["a mask differs between heads, and KV heads serve several query heads"]
+    for kind, found in (("mask", site.masks), ("bias", site.biases)):
+        for mask in found:
+            shape = site.mask_shape(mask)
+            if not all(
+                static(size) == 1 or provably_equal(size, full)
+                for size, full in zip(shape, whole, strict=True)
+            ):
+                return [f"a {kind} has shape {mask.shape}, which is not that of scores {whole}"]
     return []
 
 

@@ -35,6 +35,7 @@ def attention_patterns() -> list[Pattern]:
         (f"{PREFIX}attention_products_multiplied", *_products("relax.multiply"), _check),
         (f"{PREFIX}attention_products_divided", *_products("relax.divide"), _check),
         (f"{PREFIX}attention", *make_attention_pattern(), _check),
+        (f"{PREFIX}attention_bias", *make_attention_pattern(with_bias=True), _check),
         (f"{PREFIX}attention_var_len", *make_attention_pattern(var_len=True), _check),
     ]
 

@@ -32,8 +32,8 @@ struct RequestKeys {
 /*! \brief Whether blocks must know of the extras; the others are in bounds and key sources. */
 bool ReachesBlocks(const AttentionExtras& extras) {
   return extras.tree_indptr != nullptr || extras.mask_indptr != nullptr ||
-         extras.logits_soft_cap != 0 || extras.alibi_slopes != nullptr || extras.sinks != nullptr ||
-         extras.rotary_dim > 0;
+         extras.logits_soft_cap != 0 || extras.alibi_slopes != nullptr ||
+         extras.bias.data != nullptr || extras.sinks != nullptr || extras.rotary_dim > 0;
 }
 
 RequestKeys KeysOfRequest(const PagedKV& kv, const AttentionExtras& extras, int64_t request) {
@@ -168,7 +168,8 @@ class Batch {
  private:
   void SetExtras(double sm_scale, const AttentionExtras& extras, const int32_t* kv_indptr) {
     extras_.args = extras;
-    extras_.transforms_scores = extras.logits_soft_cap != 0 || extras.alibi_slopes != nullptr;
+    extras_.transforms_scores = extras.logits_soft_cap != 0 || extras.alibi_slopes != nullptr ||
+                                extras.bias.data != nullptr;
     extras_.sm_scale = static_cast<float>(sm_scale);
     extras_.kv_indptr = kv_indptr;
     if (extras.rotary_dim > 0 && extras.k_positions != nullptr) {

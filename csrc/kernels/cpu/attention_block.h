@@ -47,7 +47,8 @@ struct KeySource {
 /*! \brief What a batch may have besides; blocks of a batch that has none of it point to none. */
 struct BatchExtras {
   AttentionExtras args;
-  /*! \brief Scores are capped or sloped: then they are turned into their final unit first. */
+  /*! \brief Scores are capped, sloped or biased: then they are turned into their final unit first.
+   */
   bool transforms_scores;
   float sm_scale;
   const int32_t* kv_indptr;

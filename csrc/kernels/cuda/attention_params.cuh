@@ -62,6 +62,7 @@ struct AttentionParams {
   float v_scale;     // of 8-bit values; 1 with others, whose kernels do not read it
   const float* alibi_slopes;
   bool alibi_by_position;
+  ScoreBias bias;
   const float* sinks;
 
   int rotary_dim;  // 0: none

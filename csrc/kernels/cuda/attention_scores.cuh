@@ -1,5 +1,5 @@
 // What our own attention kernel does to scores between the product and the softmax: trees, packed
-// masks, caps and slopes.
+// masks, caps, slopes and biases.
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_SCORES_CUH_
 #define TVM_FLASHINFER_KERNELS_CUDA_ATTENTION_SCORES_CUH_
 
@@ -97,8 +97,41 @@ __device__ __forceinline__ int PlaceOfTreeKey(const AttentionParams<T>& p, const
 }
 
 /*!
- * \brief Scale, cap and slopes: products become scores in units of log2. `packed` and `key` are
- * those of the thread's first score.
+ * \brief Add the bias of type B, in units of log2, to the scores of rows and keys that there are.
+ * `packed` and `key` are those of the thread's first score.
+ */
+template <typename B, typename T, int kBlocksQ, int kTilesS>
+__device__ __forceinline__ void AddBias(const AttentionParams<T>& p, const RequestInfo& r,
+                                        int request, int kv_head, int packed, int key,
+                                        float (&s)[kBlocksQ][kTilesS][4]) {
+  const ScoreBias& bias = p.bias;
+  const B* of_request = static_cast<const B*>(bias.data) +
+                        request / bias.heads_as_requests * bias.stride_sequence +
+                        request % bias.heads_as_requests * bias.stride_head;
+#pragma unroll
+  for (int m = 0; m < kBlocksQ; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int own = packed + m * 16 + 8 * h;
+      const int row = min(own / p.group_size, r.num_rows - 1);
+      const int head = kv_head * p.group_size + own % p.group_size;
+      const B* of_row = of_request + head * bias.stride_head + row * bias.stride_row;
+#pragma unroll
+      for (int i = 0; i < kTilesS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int at = min(key + i * 8 + j, r.num_keys - 1);
+          const float value = static_cast<float>(of_row[at * bias.stride_key]);
+          s[m][i][2 * h + j] += value * 1.4426950408889634f;
+        }
+      }
+    }
+  }
+}
+
+/*!
+ * \brief Scale, cap, slopes and bias: products become scores in units of log2. `packed` and `key`
+ * are those of the thread's first score.
  */
 template <typename T, int kBlocksQ, int kTilesS>
 __device__ __forceinline__ void TransformScores(const AttentionParams<T>& p, const RequestInfo& r,
@@ -149,6 +182,13 @@ __device__ __forceinline__ void TransformScores(const AttentionParams<T>& p, con
           }
         }
       }
+    }
+  }
+  if (p.bias.data != nullptr) {
+    if (p.bias.dtype == DType::kFloat32) {
+      AddBias<float>(p, r, request, kv_head, packed, key, s);
+    } else {
+      AddBias<T>(p, r, request, kv_head, packed, key, s);
     }
   }
 }

@@ -6,6 +6,7 @@
 #include "key_tile.h"
 #include "micro_kernels.h"
 #include "packed_mask.h"
+#include "score_bias.h"
 #include "score_extras.h"
 
 namespace tvm_flashinfer {
@@ -134,12 +135,13 @@ void AttendTileFewRows(const AttentionBlock& block, const Scratch& scratch, cons
       ScoreRows<Element, 1>(q, dim_qk, tile.k, count, s);
     }
   }
-  const bool transforms = TransformsScores(block);
+  const bool transforms = TransformsScores(block), has_bias = HasBias(block);
   int32_t places[kKeyTile];
   if (transforms) FindPlaces(block, tile.begin, count, places);
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scratch.scores + r * kKeyTile;
     if (transforms) TransformRow(block, block.row_begin + r, places, padded, s);
+    if (has_bias) AddBiasToRow(block, block.row_begin + r, tile.begin, count, padded, s);
     if (has_nodes) MaskRowByTree(intervals, scratch.row_order[r], padded, s);
     if (has_bits) MaskRowByBits(seen[r], padded, s);
     if (!in_range || padded != count) {
@@ -245,6 +247,9 @@ void AttendTilePanel(const AttentionBlock& block, const Scratch& scratch, const 
     int32_t places[kKeyTile];
     FindPlaces(block, begin, end - begin, places);
     TransformPanel<kVecs>(block, block.row_begin + row, places, end - begin, s);
+  }
+  if (HasBias(block)) {
+    AddBiasToPanel(block, block.row_begin + row, num_rows, begin, end - begin, kWidth, s);
   }
   if (!in_range) MaskPanel<kVecs>(s, begin, end, first_key, last_key);
   TileIntervals intervals;

@@ -78,6 +78,7 @@ AttentionParams<T> MakeParams(const AttentionArgs& args, const PagedKV* paged,
   p.v_scale = static_cast<float>(args.v_scale);
   p.alibi_slopes = extras.alibi_slopes;
   p.alibi_by_position = extras.alibi_by_position;
+  p.bias = extras.bias;
   p.sinks = extras.sinks;
   p.rotary_dim = extras.rotary_dim;
   p.interleaved = extras.interleaved;
@@ -223,7 +224,8 @@ int BatchAttention(const AttentionArgs& args, const PagedKV* paged, const Ragged
     }
     const AttentionParams<T> p = MakeParams(args, paged, ragged, extras, kv_length);
     const bool has_others = extras.tree_indptr != nullptr || extras.mask_indptr != nullptr ||
-                            extras.logits_soft_cap > 0 || extras.alibi_slopes != nullptr;
+                            extras.logits_soft_cap > 0 || extras.alibi_slopes != nullptr ||
+                            extras.bias.data != nullptr;
     // Tiles about as large as the requests: larger ones read the keys less often.
     const int64_t rows_of_request =
         args.num_rows * p.group_size / std::max<int64_t>(args.batch_size, 1);
