@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import shutil
-import shutil
 import subprocess
 
 import pytest

@@ -91,7 +91,7 @@ def test_blocks_get_equal_shares_of_the_keys(schedule, batch, num_sm):
 
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8)], ids=str)
 def test_tiles_of_a_request_and_head_come_together(schedule, heads):
-    """They find its keys in L2: with many requests, the keys of one head of all do not fit there."""
+    """They find its keys in L2: of many requests the keys of one head do not fit there."""
     num_requests, tile = 128, 256 + 1024
     found = schedule([(1024, 1024)] * num_requests, heads)
     clock = np.zeros(NUM_SM)
