@@ -1,9 +1,10 @@
 // Prefill on Hopper: FlashInfer's FA3 kernel with a scheduler and loads of our own.
 //
-// What is FlashInfer's: the kernel, its two products and softmax, and the epilogue. Its loads leave
-// what lies after the last key of a request in shared memory, such as the first keys of the next
-// request; their weights are 0, but 0 times NaN is NaN. So the loads here are our own, and clear
-// the values after the last key. They also bring pages in by TMA.
+// What is FlashInfer's: the kernel, its two products and softmax, and the loads of pages. Its loads
+// of ragged keys leave what lies after the last key of a request in shared memory, such as the
+// first keys of the next request; their weights are 0, but 0 times NaN is NaN. So those loads are
+// our own, and clear the values after the last key. So is the epilogue, where FlashInfer's barriers
+// do not hold.
 //
 // Never in one file with the FA2 headers: both define the same names.
 #ifndef TVM_FLASHINFER_KERNELS_CUDA_PREFILL_SM90_CUH_
@@ -363,6 +364,63 @@ struct PrefillMainloop {
   }
 };
 
+/*!
+ * \brief FlashInfer's epilogue, with barriers between the writes and the reads of shared memory.
+ *
+ * There every thread arrives at a barrier and then waits at the same one, so that half of the warps
+ * fill it with two arrivals each: they read outputs that the others have not written yet. And the
+ * next values come when one warp has read its outputs.
+ */
+template <typename Traits>
+struct PrefillEpilogue : fi::CollectiveEpilogue<Traits> {
+  using Base = fi::CollectiveEpilogue<Traits>;
+
+  /*! \brief Hides that of the base: write the outputs and LSEs of a tile. */
+  template <typename Coord, typename SharedStorage, typename Accumulator, typename Lse,
+            typename TiledMma>
+  CUTLASS_DEVICE void store(const typename Base::Params& params, const Accumulator& accumulator,
+                            const Lse& lse, SharedStorage& storage, TiledMma tiled_mma, int thread,
+                            const Coord& coord) {
+    using TileShape = decltype(cute::select<0, 1>(typename Base::TileShape_PDV()));
+    const int tile = cute::get<0>(coord), head = cute::get<1>(coord);
+    const int first_row = cute::get<3>(coord), num_rows = cute::get<5>(coord);
+    auto shared =
+        cute::make_tensor(cute::make_smem_ptr(storage.smem_o.data()), typename Base::SmemLayoutO());
+    auto tiled_copy = cute::make_tiled_copy_C(typename Base::SmemCopyAtomO(), tiled_mma);
+    auto of_thread = tiled_copy.get_thread_slice(thread);
+    auto outputs = fi::convert_type<typename Base::DTypeO>(accumulator);
+    WaitForAll();  // outputs lie where values do, which all have used by now
+    cute::copy(tiled_copy, of_thread.retile_S(outputs), of_thread.partition_D(shared));
+    WaitForAll();
+    fi::write_O<Base::NUM_COPY_THREADS>(params.O_ptr, typename Base::TiledCopyO(), params.layout_O,
+                                        TileShape(), shared, thread, tile, head, first_row,
+                                        num_rows, /*write_warp_idx=*/0);
+    if (params.lse_ptr != nullptr) {
+      auto all = cute::make_tensor(cute::make_gmem_ptr(params.lse_ptr), params.layout_LSE);
+      auto of_tile = fi::get_lse_local_tile_tensor(all, cute::Shape<cute::Int<Base::CTA_Q>>(), head,
+                                                   first_row, num_rows)(cute::_, tile);
+      auto places =
+          tiled_mma.get_thread_slice(thread).partition_C(cute::make_identity_tensor(TileShape()));
+      auto rows = places(cute::make_coord(cute::_0(), cute::_, cute::_0()), cute::_, cute::_0());
+      static_assert(decltype(cute::size(rows))::value == decltype(cute::size(lse))::value);
+      const bool has_first_column = cute::get<1>(rows(cute::_0())) == 0;
+#pragma unroll
+      for (int i = 0; i < cute::size(lse); ++i) {
+        const int row = cute::get<0>(rows(i));
+        if (has_first_column && row < num_rows - tile * Base::CTA_Q) of_tile(row) = lse(i);
+      }
+    }
+    WaitForAll();  // the loads of the next values wait for one warp
+  }
+
+ private:
+  /*! \brief Of the warps that compute. */
+  static CUTLASS_DEVICE void WaitForAll() {
+    cutlass::arch::NamedBarrier::sync(Base::NUM_MMA_THREADS,
+                                      static_cast<uint32_t>(fi::NamedBarriers::kValueEmpty));
+  }
+};
+
 /*! \brief What TMA is to know of a tensor. Strides count elements; that of a chunk is known. */
 template <typename T>
 CUtensorMap MakeTensorMap(const void* data, const int64_t (&shape)[4], const int64_t (&strides)[3],
@@ -409,7 +467,7 @@ cudaError_t LaunchPrefill(const AttentionArgs& args, const PrefillSM90Plan& plan
                           const PlanView& view, const typename Mainloop::Params& mainloop,
                           cudaStream_t stream) {
   using T = typename Traits::DTypeO;
-  using Epilogue = fi::CollectiveEpilogue<Traits>;
+  using Epilogue = PrefillEpilogue<Traits>;
   constexpr int64_t kHeadDim = Traits::HEAD_DIM_VO;
   const typename Epilogue::Params epilogue{
       static_cast<T*>(args.o),
