@@ -79,7 +79,8 @@ def _autoload() -> None:
             enable()
     except Exception as error:  # `import tvm` must work whatever is wrong with us
         warnings.warn(
-            f"tvm_flashinfer is not active: {error}. TVM_FLASHINFER_DISABLE=1 turns it off",
+            f"tvm_flashinfer is not active: {str(error).rstrip('.')}. "
+            "TVM_FLASHINFER_DISABLE=1 turns it off",
             HookWarning,
             stacklevel=2,
         )

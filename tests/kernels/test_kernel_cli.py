@@ -99,6 +99,14 @@ def test_doctor(sandbox, cache_dir, headers_dir):
     assert "can be built" in invoke("doctor").stdout
 
 
+def test_doctor_names_what_mlc_llm_is_given_and_what_not(sandbox, cache_dir, headers_dir):
+    changes = json.loads(invoke("doctor", "--json").stdout)["mlc_llm"]
+    printed = invoke("doctor").stdout
+    for change in changes:
+        wanted = f"{change['name']}: {change['reason']}" if change["supplied"] else change["name"]
+        assert wanted in printed
+
+
 def test_doctor_where_everything_is_broken(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -105,3 +105,5 @@ def _echo_mlc_llm(changes: list[dict[str, Any]]) -> None:
     given = [f"{change['name']}: {change['reason']}" for change in changes if change["supplied"]]
     title = f"what MLC LLM is given when it imports this TVM: {len(given)} of {len(changes)}"
     _echo_list(title, given)
+    if others := [change["name"] for change in changes if not change["supplied"]]:
+        click.echo(f"what it does not need with this TVM: {', '.join(others)}")
