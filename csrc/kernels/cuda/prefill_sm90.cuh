@@ -391,6 +391,7 @@ struct PrefillEpilogue : fi::CollectiveEpilogue<Traits> {
     auto outputs = fi::convert_type<typename Base::DTypeO>(accumulator);
     WaitForAll();  // outputs lie where values do, which all have used by now
     cute::copy(tiled_copy, of_thread.retile_S(outputs), of_thread.partition_D(shared));
+    cutlass::arch::fence_view_async_shared();  // before TMA writes values there
     WaitForAll();
     fi::write_O<Base::NUM_COPY_THREADS>(params.O_ptr, typename Base::TiledCopyO(), params.layout_O,
                                         TileShape(), shared, thread, tile, head, first_row,
